@@ -64,9 +64,9 @@ def read(path: StrPath, name: str) -> Any:
     files = files_at(path)
     manifest = read_complete(files)
     layout = manifest.layout
-    for path in _above(name):
-        inside = name.removeprefix(path).lstrip(".")
-        value = _within(layout.values[path], inside) if path in layout.values else _ABSENT
+    for parent in _above(name):
+        inside = name.removeprefix(parent).lstrip(".")
+        value = _within(layout.values[parent], inside) if parent in layout.values else _ABSENT
         if value is not _ABSENT:
             return value
     if name not in layout.leaf_index:

@@ -1,4 +1,9 @@
-"""Messages from one rank to another: send and receive."""
+"""Messages from one rank to another: send and receive.
+
+A message has a tag, by which the receiver tells it from other messages. `start_send` and `start_receive` are for
+schedules, which know where to wait. `send` and `receive` are for rank programs, and are each other's transposes: in a
+backward pass the receiver sends the gradient back. Ranks of a vmap run one program, and use `ppermute` instead.
+"""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,12 +20,6 @@ from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, a
 from fzero.collectives.gloo import PendingMessages, wait
 
 __all__ = ["receive", "send", "start_receive", "start_send"]
-
-# Messages between two ranks: send and receive. No other rank takes part.
-#
-# A message has a tag, by which the receiver tells it from other messages. `start_send` and `start_receive` are for
-# schedules, which know where to wait. `send` and `receive` are for rank programs, and are each other's transposes: in a
-# backward pass the receiver sends the gradient back. Ranks of a vmap run one program, and use `ppermute` instead.
 
 
 _FIRST_TAG = 1 << 21  # above the tags of fzero.collectives.gloo

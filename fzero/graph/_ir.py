@@ -1,4 +1,12 @@
-"""Queries on a flat graph of aten operations: which nodes communicate or may move, and the bytes of collectives."""
+"""Queries on a flat graph of aten operations: which nodes communicate or may move, and the bytes of collectives.
+
+The graphs are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
+donation adds, and in-place all_reduces of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins for
+their values without memory. They may carry `meta["unit"]`, the unit of a collective, `meta["label"]`, the name of an
+input, and `meta["kind"]`, the input's kind. A value with `meta[LATE]` is computed right before its use, not as early
+as possible. A value with `meta[FUSED]` is computed within the compiled kernel that reads it; a node with
+`meta[COMPILED]` is such a kernel.
+"""
 
 import functools
 import heapq
@@ -57,15 +65,6 @@ __all__ = [
     "write_part",
 ]
 
-
-# Queries on a flat graph of aten operations: which nodes communicate, and which may move.
-#
-# The graphs are functional: no operation writes. The exceptions are `copy_`s and all_gathers into inputs, which
-# donation adds, and in-place all_reduces of values that nothing else reads. Nodes carry `meta["val"]`, stand-ins for
-# their values without memory. They may carry `meta["unit"]`, the unit of a collective, `meta["label"]`, the name of an
-# input, and `meta["kind"]`, the input's kind. A value with `meta[LATE]` is computed right before its use, not as early
-# as possible. A value with `meta[FUSED]` is computed within the compiled kernel that reads it; a node with
-# `meta[COMPILED]` is such a kernel.
 
 aten: Any = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """The (init, update) pair of optax: an optimizer is two pure functions over trees.
 
 `init(params) -> state`; `update(grads, state, params) -> (updates, state)`; `apply_updates` adds the updates to the
-parameters. On boxed trees `tree_map` visits the shards, so an elementwise optimizer runs on any layout unchanged.
+parameters. On boxed trees `fzero.tree.map` visits the shards, so an elementwise optimizer runs on any layout unchanged.
 """
 
 from collections.abc import Callable, Iterator

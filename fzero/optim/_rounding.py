@@ -6,9 +6,9 @@ __all__ = ["round_at_random"]
 
 
 def round_at_random(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
-    """Round float32 to bfloat16, up with the probability that the lower half of its bits is of a last bit.
+    """Round float32 to bfloat16, away from zero with probability (lower 16 bits) / 2**16.
 
-    It adds 16 random bits to this half, whose sum carries with that probability, and cuts it off.
+    It adds 16 random bits to the lower half, whose sum carries with that probability, and cuts the half off.
 
     Args:
         x: the values, float32. Infinities become the largest finite values.

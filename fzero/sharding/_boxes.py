@@ -1,8 +1,8 @@
 """The boxes of a sharded tree. A box records the layout of its leaf, so layouts are never guessed from shapes.
 
 A sharded tree has the structure of the full tree. A unit's first leaf becomes a `Shard`, the box of the rank's shard.
-Each other leaf becomes a `Slot`, an empty node with the leaf's index in the unit. So `tree_map` over a sharded tree
-visits each shard once, and `tree["generator"]` still works.
+Each other leaf becomes a `Slot`, an empty node with the leaf's index in the unit. So `fzero.tree.map` over a sharded
+tree visits each shard once, and `tree["generator"]` still works.
 """
 
 from collections.abc import Callable, Sequence

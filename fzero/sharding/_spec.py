@@ -1,4 +1,8 @@
-"""Specs: immutable descriptions of how a unit is sharded, interned so that traced code refers to one by a number."""
+"""Specs: immutable descriptions of how a unit is sharded, interned so that traced code refers to one by a number.
+
+Traced code holds a spec's spec_id and calls the functions here, whose results Dynamo treats as
+constants.
+"""
 
 import itertools
 import math
@@ -36,9 +40,6 @@ __all__ = [
     "with_host_share",
     "with_sharding_axes",
 ]
-
-# How a unit is sharded. Traced code holds a spec's spec_id and calls the functions here, whose results Dynamo treats as
-# constants.
 
 
 ReduceGrads = Literal["replicated", "once", "each"]

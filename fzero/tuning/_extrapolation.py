@@ -23,9 +23,9 @@ _DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
 def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
     """Return numbers of blocks from which to extrapolate a configuration, in the order in which they are planned.
 
-    Three in a row make a proof, and each further one another. None has, with those before, more blocks than the model:
-    planning that in full is no more work. In a pipeline all leave the same remainder as the depth when they are divided
-    over the stages.
+    Each three consecutive depths make one check of the line. The depths planned so far never sum to more blocks than
+    the model has, since planning that in full is no more work. In a pipeline all leave the same remainder as the depth
+    when they are divided over the stages.
 
     Args:
         config: the configuration.

@@ -9,12 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["PRESETS", "TENSOR", "ModelShape", "Params", "init", "make_batch", "shape_of"]
-
-# Transformers by their sizes: meta parameters, a meta batch, and the dimensions along which "tp" splits parameters.
+__all__ = ["PRESETS", "TENSOR", "ModelParams", "ModelShape", "init", "make_batch", "shape_of"]
 
 
-Params = dict[str, Any]
+ModelParams = dict[str, Any]
 
 # the leaves that "tp" splits, and the dimension: heads, hidden units, the vocabulary
 TENSOR = {
@@ -76,10 +74,10 @@ class ModelShape:
         return replace(self, vocab=-(-self.vocab // tp) * tp)
 
 
-def init(shape: ModelShape, depth: int) -> Params:
+def init(shape: ModelShape, depth: int) -> ModelParams:
     """Make the parameters of a model with `depth` blocks, on the meta device."""
     d, biased = shape.width, shape.biases == "all"
-    params: Params = {"blocks": [_block(shape) for _ in range(depth)]}
+    params: ModelParams = {"blocks": [_block(shape) for _ in range(depth)]}
     if shape.task == "image":
         params |= {"patches": _linear(3 * shape.patch**2, d, True), "first": _empty(d)}
     else:
@@ -98,15 +96,15 @@ def _empty(*size: int) -> torch.Tensor:
     return torch.empty(size, device="meta")
 
 
-def _linear(inputs: int, outputs: int, bias: bool, *leading: int) -> Params:
+def _linear(inputs: int, outputs: int, bias: bool, *leading: int) -> ModelParams:
     return {"w": _empty(*leading, inputs, outputs)} | ({"b": _empty(*leading, outputs)} if bias else {})
 
 
-def _norm(shape: ModelShape, width: int) -> Params:
+def _norm(shape: ModelShape, width: int) -> ModelParams:
     return {"w": _empty(width)} | ({"b": _empty(width)} if shape.norm == "layer" else {})
 
 
-def _block(shape: ModelShape) -> Params:
+def _block(shape: ModelShape) -> ModelParams:
     d, h, all_ = shape.width, shape.head_width, shape.biases == "all"
     kv = (shape.kv_heads or shape.heads) * h
     qkv = all_ or shape.biases == "qkv"

@@ -22,7 +22,7 @@ from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
 from fzero.tuning._bounds import Bounds, bounds_of
 from fzero.tuning._machine import Machine
-from fzero.tuning._model_names import TENSOR, ModelShape, Params, init, make_batch, shape_of
+from fzero.tuning._model_names import TENSOR, ModelParams, ModelShape, init, make_batch, shape_of
 from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS, Configuration
 from fzero.zero import shard
 
@@ -56,7 +56,7 @@ _Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary a
 
 
 def _compute_loss(
-    shape: ModelShape, options: _ForwardOptions, run: Callable[..., Any], params: Params, batch: Any
+    shape: ModelShape, options: _ForwardOptions, run: Callable[..., Any], params: ModelParams, batch: Any
 ) -> torch.Tensor:
     """Compute the loss of a batch. Parameters outside of blocks are gathered where they are used.
 
@@ -75,7 +75,7 @@ def _compute_loss(
     return _head_loss(shape, options, params, x, batch)
 
 
-def _embed(shape: ModelShape, options: _ForwardOptions, params: Params, batch: Any) -> torch.Tensor:
+def _embed(shape: ModelShape, options: _ForwardOptions, params: ModelParams, batch: Any) -> torch.Tensor:
     """Return the input of the first block for a batch: `[samples, tokens, width]` of this rank's tokens."""
     inputs = batch[0]
     if shape.task == "image":
@@ -101,13 +101,13 @@ def _learned_positions(options: _ForwardOptions, table: torch.Tensor, x: torch.T
     return tp.scatter(rows) if options.sequence else rows
 
 
-def _apply_single_block(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _apply_single_block(shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Apply one block by itself, as a stage of a pipeline does."""
     return _apply_block(shape, options, p, x, _rotary_tables(shape, options, x))
 
 
 def _head_loss(
-    shape: ModelShape, options: _ForwardOptions, params: Params, x: torch.Tensor, batch: Any
+    shape: ModelShape, options: _ForwardOptions, params: ModelParams, x: torch.Tensor, batch: Any
 ) -> torch.Tensor:
     """Return the loss, given the output of the last block."""
     x = _norm(shape, _for_own_tokens(options, gather(params["norm"])), x)
@@ -126,7 +126,7 @@ def _head_loss(
     return loss(logits, batch[1].flatten())
 
 
-def _head(shape: ModelShape, params: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _head(shape: ModelShape, params: ModelParams) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the weight `[classes, width]` of the output head, and its bias."""
     if shape.tied:
         return gather(params["tokens"]), gather(params["bias"]) if "bias" in params else None
@@ -134,18 +134,18 @@ def _head(shape: ModelShape, params: Params) -> tuple[torch.Tensor, torch.Tensor
     return head["w"].mT, head.get("b")
 
 
-def _linear(p: Params, x: torch.Tensor) -> torch.Tensor:
+def _linear(p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
 
 
-def _product(options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _product(options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Multiply by the weight of a linear layer of a block, in float8 if its sizes allow it."""
     if options.float8 is None or any(n % SIZE_MULTIPLE for n in p["w"].shape):
         return x @ p["w"]
     return float8_linear(x, p["w"].mT, scaling=options.float8)
 
 
-def _block_linear(options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _block_linear(options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     y = _product(options, p, x)
     return y + p["b"] if "b" in p else y
 
@@ -160,19 +160,19 @@ def _token_count(options: _ForwardOptions, x: torch.Tensor) -> int:
     return x.shape[1] * (axis_size("tp") if options.sequence else 1)
 
 
-def _row_linear(options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _row_linear(options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Multiply by this rank's rows, sum over the ranks, and add the bias once."""
     y = tp.leave(_product(options, p, x), sequence=options.sequence)
     return y + _for_own_tokens(options, p["b"]) if "b" in p else y
 
 
-def _norm(shape: ModelShape, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _norm(shape: ModelShape, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     size = p["w"].shape
     return F.layer_norm(x, size, p["w"], p["b"]) if shape.norm == "layer" else F.rms_norm(x, size, p["w"])
 
 
 def _apply_block(
-    shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor, tables: _Rotary | None
+    shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     """Apply a block. The norms follow attention and MLP in BERT, and precede them in all other models."""
     norm1, norm2 = (partial(_norm, shape, _for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
@@ -187,7 +187,7 @@ def _apply_block(
 _CAPACITY = 1.25  # positions at an expert, relative to even routing
 
 
-def _moe(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _moe(shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Send tokens to their experts. A rank along "tp" holds part of each expert, and routes all tokens."""
     x = tp.gather(x) if options.sequence else x
     routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
@@ -196,20 +196,20 @@ def _moe(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor
     return tp.leave(y, sequence=options.sequence)
 
 
-def _mlp(shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor) -> torch.Tensor:
+def _mlp(shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
     up = _block_linear(options, p["up"], x)
     hidden = F.silu(_block_linear(options, p["gate"], x)) * up if shape.gated else F.gelu(up)
     return _row_linear(options, p["down"], hidden)
 
 
-def _expert_mlp(shape: ModelShape, p: Params, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
+def _expert_mlp(shape: ModelShape, p: ModelParams, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
     up = linear(rows, p["up"]["w"])
     return linear(F.silu(linear(rows, p["gate"]["w"])) * up if shape.gated else F.gelu(up), p["down"]["w"])
 
 
 def _attention(
-    shape: ModelShape, options: _ForwardOptions, p: Params, x: torch.Tensor, tables: _Rotary | None
+    shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
     n, t, _ = x.shape

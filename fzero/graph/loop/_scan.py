@@ -1,4 +1,9 @@
-"""Loops over micro-batches: the operations that mark a loop in a trace, and the graph's node that runs it."""
+"""Loops over micro-batches: the operations that mark a loop in a trace, and the graph's node that runs it.
+
+A `Loop` is to a graph what `scan` is to a JAX program. Its node takes the tensors that iterations slice, the initial
+sums, and all other values that the body reads. It returns the sums, in the memory of the initial sums, and the rows.
+There is one body to schedule and to compile, whatever the number of iterations.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +38,6 @@ __all__ = [
     "set_body",
     "shared_graphs",
 ]
-
-# Loops: a node of the graph runs a graph of its own, one iteration after the other.
-#
-# A `Loop` is to a graph what `scan` is to a JAX program. Its node takes the tensors that iterations slice, the initial
-# sums, and all other values that the body reads. It returns the sums, in the memory of the initial sums, and the rows.
-# There is one body to schedule and to compile, whatever the number of iterations.
 
 
 class LoopSlice(NamedTuple):
@@ -184,7 +183,7 @@ def iteration(iterations: int) -> torch.Tensor:
     return _never()
 
 
-@torch.library.custom_op("fzero::part", mutates_args=())
+@torch.library.custom_op("fzero::loop_slice", mutates_args=())
 def loop_slice(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Return `x.narrow(dim, iteration * size, size)`."""
     return _never()

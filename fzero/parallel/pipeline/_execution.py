@@ -17,7 +17,7 @@ from fzero.axes import current_loss_scale, micro_batch
 from fzero.graph import loop
 from fzero.parallel.pipeline._row_executor import RowExecutor
 from fzero.parallel.pipeline._row_recorder import RowRecorder
-from fzero.parallel.pipeline._stage_functions import Params, Stages
+from fzero.parallel.pipeline._stage_functions import FlatParams, Stages
 from fzero.parallel.pipeline._ticks import run_ticks
 
 __all__ = ["run_on_ranks"]
@@ -52,7 +52,7 @@ def _run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) 
     Returns:
         The total and the weight; zeros on all ranks except that of the last stage.
     """
-    params = Params.of(slots, rest)
+    params = FlatParams.of(slots, rest)
     scale = current_loss_scale()
     row = RowRecorder(stages, params, scale) if is_tracing() else RowExecutor(stages, params, backward, scale)
     return _RowLoss.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]

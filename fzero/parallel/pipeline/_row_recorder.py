@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import sum_dtype
 from fzero.graph import loop
-from fzero.parallel.pipeline._stage_functions import Params, Stages, ValueSpec, loss_cotangent, probe
+from fzero.parallel.pipeline._stage_functions import FlatParams, Stages, ValueSpec, loss_cotangent, probe
 
 __all__ = ["RowRecorder"]
 
@@ -23,7 +23,7 @@ class RowRecorder:
         sums: by the index of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
     """
 
-    def __init__(self, stages: Stages, params: Params, scale: torch.Tensor | None) -> None:
+    def __init__(self, stages: Stages, params: FlatParams, scale: torch.Tensor | None) -> None:
         self.stages, self.params, self.scale = stages, params, scale
         self.sums: dict[int, list[torch.Tensor]] = {}
 

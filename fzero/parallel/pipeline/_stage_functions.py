@@ -14,7 +14,7 @@ from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall, Model
 from fzero.parallel.schedules import PipelineSchedule
 
 __all__ = [
-    "Params",
+    "FlatParams",
     "PipelineCache",
     "Stages",
     "ValueSpec",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class Params(NamedTuple):
+class FlatParams(NamedTuple):
     """A rank's parameters as a list of tensors. Leaves that are not tensors stay in the structures.
 
     Attributes:
@@ -41,12 +41,12 @@ class Params(NamedTuple):
     rest: "_TreeSpec"
 
     @staticmethod
-    def of(slots: Sequence[Any], rest: Any) -> "Params":
+    def of(slots: Sequence[Any], rest: Any) -> "FlatParams":
         """Make a list of the tensors of trees."""
         flat = [_TreeSpec.of(slot) for slot in slots]
         rest_tensors, rest_spec = _TreeSpec.of(rest)
         tensors = [x for leaves, _ in flat for x in leaves] + rest_tensors
-        return Params(tensors, [f for _, f in flat], [len(leaves) for leaves, _ in flat], rest_spec)
+        return FlatParams(tensors, [f for _, f in flat], [len(leaves) for leaves, _ in flat], rest_spec)
 
     def indices(self, slots: Sequence[int], rest: bool) -> list[int]:
         """Return the indices of the tensors of some slots, and of the rest if `rest` is set."""
@@ -144,7 +144,7 @@ class Stages:
         """Return the slots that a stage uses, and whether it uses the rest of the parameters."""
         return self.placement.slots[stage], stage in (0, self.last)
 
-    def function(self, stage: int, params: Params, structure: Any, call: MicroBatchCall) -> Callable[..., Any]:
+    def function(self, stage: int, params: FlatParams, structure: Any, call: MicroBatchCall) -> Callable[..., Any]:
         """Return a stage as a function.
 
         Args:
@@ -190,7 +190,7 @@ class ValueSpec(NamedTuple):
     device: torch.device
 
 
-def value_spec_of(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> ValueSpec:
+def value_spec_of(stages: Stages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Return the shapes and dtypes of values, for arguments of these shapes. The first call runs the parts once.
 
     All ranks run the same parts, so they meet in the parts' collectives, such as those of tensor parallelism.
@@ -208,7 +208,7 @@ def value_spec_of(stages: Stages, params: Params, tensors: Sequence[torch.Tensor
     return value_specs[key]
 
 
-def probe(stages: Stages, params: Params, tensors: Sequence[torch.Tensor]) -> ValueSpec:
+def probe(stages: Stages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Run the parts of a model once, and return the shapes and dtypes of their values."""
     model, call = stages.model, stages.call_of(0)
     slots = range(len(params.sizes))
