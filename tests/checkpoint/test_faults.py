@@ -9,9 +9,9 @@ from tests.distributed.launch import python
 
 @pytest.mark.slow
 def test_faults_lose_nothing_that_was_committed():
-    done = python("-m", "tests.faults", "--cycles", "7", "--json")
+    done = python("-m", "tests.faults", "--cycles", "13", "--json")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads(done.stdout)
-    assert result["cycles"] == 7 and min(result["faults"].values()) > 0
+    assert result["cycles"] == 13 and min(result["faults"].values()) > 0
     assert (result["hangs"], result["wrong"], result["bitwise"]) == (0, [], True)
     assert result["resumed"] >= 3 and result["reached"] > 15

@@ -85,11 +85,14 @@ def test_a_collective_that_nothing_reads_is_left_out():
 
 @pytest.mark.slow
 def test_the_cost_model_knows_bubbles():
-    """A region that takes a second: four micro-batches on two ranks take five times three."""
+    """A region takes a second: four micro-batches on two ranks take five times three, less a second.
+
+    The last rank sends the gradient of an activation before it computes that of the weights.
+    """
     seconds = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.0)
-    assert seconds == pytest.approx(3 * (4 + 2 - 1))
+    assert seconds == pytest.approx(3 * (4 + 2 - 1) - 1)
     slow = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
-    assert slow == pytest.approx(15 + 2 * 0.5)  # there and back
+    assert slow == pytest.approx(14 + 2 * 0.5)  # there and back
     assert planned("1f1b", 16, 1).seconds > planned("1f1b", 4, 1).seconds
 
 
