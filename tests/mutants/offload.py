@@ -13,6 +13,7 @@ ARENA = ("tests/optim/test_arena.py",)
 COST = ("tests/graph/planning/test_cost.py",)
 
 OFFLOAD_PARAMS = ("tests/optim/test_offload_params.py",)
+OFFLOAD_PLAN = ("tests/optim/test_offload_plan.py",)
 OFFLOAD_RATIO = ("tests/optim/test_offload_ratio.py",)
 OFFLOAD_DELAY = ("tests/optim/test_delayed_offload.py",)
 
@@ -53,7 +54,12 @@ MUTANTS = [
         Fault("a piece is a view that keeps the whole shard's memory", "split_shard", skipped("A = A.clone()"), ARENA),
     ),
     *File("optim/_offload_plan.py", OFFLOAD).faults(
-        Fault("a ratio of 0.1 is taken in binary, a little more than 1/10", "_to_fraction", bare("repr(float(A))")),
+        Fault(
+            "a ratio of 0.1 is taken in binary, a little more than 1/10",
+            "_to_fraction",
+            bare("repr(float(A))"),
+            OFFLOAD_PLAN,
+        ),
         Fault("the first units lie on the host", "_host_shares", bare("A[::-1]")),
         Fault("each unit takes the whole share", "_host_shares", skipped("A -= B")),
         Fault(
@@ -80,9 +86,17 @@ MUTANTS = [
         ),
         Fault("a ratio may be True", "check_ratio", dropped("isinstance(A, bool)"), OFFLOAD_RATIO),
         Fault(
-            "a state with units of its own is not divided into pieces", "OffloadPlan._spec_id_in_pieces", never("total")
+            "a state with units of its own is not divided into pieces",
+            "OffloadPlan._spec_id_in_pieces",
+            never("total"),
+            OFFLOAD_PLAN,
         ),
-        Fault("full parameters are divided although boxes_only is set", "OffloadPlan.to_pieces", never("boxes_only")),
+        Fault(
+            "full parameters are divided although boxes_only is set",
+            "OffloadPlan.to_pieces",
+            never("boxes_only"),
+            OFFLOAD_PLAN,
+        ),
         Fault(
             "updates of offloaded parameters are moved to the device",
             "OffloadPlan.from_pieces",
