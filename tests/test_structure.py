@@ -197,10 +197,16 @@ def test_a_private_file_lists_what_other_files_import():
                 assert not left_out, f"{path} imports {left_out}: list it in the __all__ of {node.module}"
 
 
+CONTRIBUTED = "\n".join(
+    re.findall(r"```python\n.*?```|`[^`\n]+`", (ROOT.parent / "CONTRIBUTING.md").read_text(), re.DOTALL)
+)
+
+
 def is_named_elsewhere(place: Place) -> bool:
-    """Return whether a name is an entry point's, or that of an operation, by which graphs and plans show it."""
-    decorators = [ast.unparse(d) for d in getattr(place.node, "decorator_list", [])]
-    return getattr(place.node, "name", "") == "main" or any("OneNode" in d for d in decorators)
+    """Return whether a name is an entry point's, an operation's, which graphs show, or one that contributors write."""
+    name, decorators = getattr(place.node, "name", ""), getattr(place.node, "decorator_list", [])
+    is_operation = any("OneNode" in ast.unparse(d) for d in decorators)
+    return name == "main" or is_operation or re.search(rf"\b{name}\b", CONTRIBUTED) is not None
 
 
 def test_a_name_that_only_its_file_uses_has_an_underscore():

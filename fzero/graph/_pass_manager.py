@@ -105,7 +105,7 @@ class PassContext(NamedTuple):
     splits_backward: bool = False
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """A row of `PASSES`.
 
     Attributes:
@@ -131,35 +131,35 @@ def _schedule_arguments(settings: PassSettings, context: PassContext) -> tuple[i
 
 
 PASSES = (
-    _Pass(
+    Pass(
         "drop_lone_collectives",
         drop_lone_collectives,
         lambda settings, context: (context.lone_groups,) if context.lone_groups else None,
     ),
-    _Pass(
+    Pass(
         "send_early",
         send_early,
         lambda settings, context: () if settings.send_early or context.splits_backward else None,
     ),
-    _Pass("keep_on_host", keep_on_host, lambda settings, context: () if context.has_moves else None),
-    _Pass("hoist", hoist, lambda settings, context: (settings.max_reuse_bytes,)),
-    _Pass("recompute", recompute, lambda settings, context: () if settings.recompute else None),
-    _Pass("regather", regather, lambda settings, context: (settings.max_reuse_bytes,)),
-    _Pass("bucket", bucket, lambda settings, context: (settings.bucket_bytes,)),
-    _Pass("recast", recast, lambda settings, context: () if settings.recast else None),
-    _Pass("early_move", early_move, lambda settings, context: () if context.has_moves else None),
-    _Pass("donate", donate, lambda settings, context: (context.overwrites, context.donated)),
-    _Pass("in_place", in_place, lambda settings, context: None if context.functional else ()),
-    _Pass("gather_into", gather_into, lambda settings, context: None if context.functional else ()),
-    _Pass(
+    Pass("keep_on_host", keep_on_host, lambda settings, context: () if context.has_moves else None),
+    Pass("hoist", hoist, lambda settings, context: (settings.max_reuse_bytes,)),
+    Pass("recompute", recompute, lambda settings, context: () if settings.recompute else None),
+    Pass("regather", regather, lambda settings, context: (settings.max_reuse_bytes,)),
+    Pass("bucket", bucket, lambda settings, context: (settings.bucket_bytes,)),
+    Pass("recast", recast, lambda settings, context: () if settings.recast else None),
+    Pass("early_move", early_move, lambda settings, context: () if context.has_moves else None),
+    Pass("donate", donate, lambda settings, context: (context.overwrites, context.donated)),
+    Pass("in_place", in_place, lambda settings, context: None if context.functional else ()),
+    Pass("gather_into", gather_into, lambda settings, context: None if context.functional else ()),
+    Pass(
         "slice_of_gather",
         slice_of_gather,
         lambda settings, context: None if context.functional else (context.group_ranks,),
     ),
-    _Pass("cat_into", cat_into, lambda settings, context: None if context.functional else (context.fuses,)),
-    _Pass("mark_fused", mark_fused, lambda settings, context: () if context.fuses else None),
-    _Pass("schedule", schedule, _schedule_arguments, Orders),
-    _Pass(
+    Pass("cat_into", cat_into, lambda settings, context: None if context.functional else (context.fuses,)),
+    Pass("mark_fused", mark_fused, lambda settings, context: () if context.fuses else None),
+    Pass("schedule", schedule, _schedule_arguments, Orders),
+    Pass(
         "carry",
         carry,
         lambda settings, context: (settings.in_flight,) if settings.across_iterations else None,
@@ -177,7 +177,7 @@ class PassResult(NamedTuple):
         graph: the pass's result, or the graph before it if it was skipped.
     """
 
-    row: _Pass
+    row: Pass
     arguments: tuple[Any, ...] | None
     graph: Graph
 
@@ -222,7 +222,7 @@ class PassManager:
                 break
         return states
 
-    def _after(self, row: _Pass, graph: Graph, arguments: tuple[Any, ...]) -> Graph:
+    def _after(self, row: Pass, graph: Graph, arguments: tuple[Any, ...]) -> Graph:
         """Return the graph after a pass, from the cache if possible."""
         key = (graph, row.name, arguments)
         if key not in self._graphs:
@@ -234,7 +234,7 @@ class PassManager:
             self._graphs[key] = self._deduplicate(row, graph, row.apply(graph, *arguments, *shared))
         return self._graphs[key]
 
-    def _deduplicate(self, row: _Pass, graph: Graph, result: Graph) -> Graph:
+    def _deduplicate(self, row: Pass, graph: Graph, result: Graph) -> Graph:
         """Return the graph that is equal to a pass's result: the one before it, or what other settings gave."""
         results = self._results.setdefault((row.name, graph), [graph])
         equal = next((x for x in results if x is result or _same(x, result)), None)

@@ -130,7 +130,7 @@ def test_new_parameters_arrive_in_the_leaves_that_were_donated():
 def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monkeypatch):
     ran: Counter[str] = Counter()
 
-    def counted(row: _pass_manager._Pass) -> _pass_manager._Pass:
+    def counted(row: _pass_manager.Pass) -> _pass_manager.Pass:
         def apply(graph: Graph, *arguments: Any) -> Graph:
             ran[row.name] += 1
             return row.apply(graph, *arguments)

@@ -78,7 +78,7 @@ MUTANTS = [
         Fault("1F1B prefers the order for messages of two hops", "NAMES", becomes("(A, B)", "(B, A)", at="1 of 3")),
         Fault(
             "zero-bubble runs the weight half at once",
-            "_one_f_one_b",
+            "one_f_one_b",
             (dropped("A >= B"), becomes("i - A", "i"), becomes("A[max(0, len(A) - B):]", "[]")),
         ),
         Fault("the stages of zero-bubble V lie in a loop", "_zb_v", dropped("'v'")),

@@ -25,7 +25,7 @@ def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
     return [micro_batches // n + (i < micro_batches % n) for i in range(n)]
 
 
-def _one_f_one_b(
+def one_f_one_b(
     ranks: int,
     micro_batches: int,
     stages_per_rank: int,
@@ -133,7 +133,7 @@ def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NamedSchedule:
+class NamedSchedule:
     """A named schedule.
 
     Attributes:
@@ -153,16 +153,16 @@ class _NamedSchedule:
     advice: str = ""
 
 
-_one_hop, _two_hops = partial(_one_f_one_b, hops=1), partial(_one_f_one_b, hops=2)
+_one_hop, _two_hops = partial(one_f_one_b, hops=1), partial(one_f_one_b, hops=2)
 NAMES = {
-    "gpipe": _NamedSchedule(orders=(partial(_one_f_one_b, wait=True),)),
-    "1f1b": _NamedSchedule(orders=(_one_hop, _two_hops), max_stages=1, advice="'interleaved' has more"),
-    "interleaved": _NamedSchedule(orders=(_two_hops, _one_hop), min_stages=2, advice="'1f1b' has one"),
-    "zb": _NamedSchedule(
+    "gpipe": NamedSchedule(orders=(partial(one_f_one_b, wait=True),)),
+    "1f1b": NamedSchedule(orders=(_one_hop, _two_hops), max_stages=1, advice="'interleaved' has more"),
+    "interleaved": NamedSchedule(orders=(_two_hops, _one_hop), min_stages=2, advice="'1f1b' has one"),
+    "zb": NamedSchedule(
         orders=(partial(_one_hop, split=True), partial(_two_hops, split=True)),
         splits_backward=True,
     ),
-    "zbv": _NamedSchedule(
+    "zbv": NamedSchedule(
         orders=(_zb_v,),
         splits_backward=True,
         min_stages=2,
@@ -265,7 +265,7 @@ def check_name(name: str, stages_per_rank: int) -> None:
     _check_stages(name, _lookup(name), stages_per_rank)
 
 
-def _lookup(name: str) -> _NamedSchedule:
+def _lookup(name: str) -> NamedSchedule:
     if name not in NAMES:
         matches = difflib.get_close_matches(str(name).lower(), NAMES, 1, 0.4)
         hint = f"; did you mean {matches[0]!r}?" if matches else ""
@@ -273,7 +273,7 @@ def _lookup(name: str) -> _NamedSchedule:
     return NAMES[name]
 
 
-def _check_stages(name: str, entry: _NamedSchedule, stages_per_rank: int) -> None:
+def _check_stages(name: str, entry: NamedSchedule, stages_per_rank: int) -> None:
     if stages_per_rank < entry.min_stages or stages_per_rank > (entry.max_stages or stages_per_rank):
         expected = f"{entry.min_stages}" if entry.min_stages == entry.max_stages else f"{entry.min_stages} or more"
         raise ValueError(
