@@ -1,4 +1,4 @@
-"""Extrapolate a model of many blocks from models of few blocks, and prove that the numbers lie on lines."""
+"""Extrapolate a model of many blocks from models of few blocks, and check that the numbers lie on lines."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -68,7 +68,7 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
     return PlanSummary(device_bytes, traffic_bytes, host_bytes, at(low.flops, high.flops), schedules, limits)
 
 
-# The proof. An operation is found by its pass, its line and its target, so it may be another one in a model of other
+# The check. An operation is found by its pass, its line and its target, so it may be another one in a model of other
 # depth: the last all_gather of four blocks lay before the logits, and that of five blocks within them. A line through
 # these two would add logits for each block.
 
@@ -77,7 +77,7 @@ _TOLERANCE = 1e-3  # how far a number may lie off its line, as a share of the pe
 
 
 def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSummary | None:
-    """Extrapolate the first and the last of three summaries, with the middle one as a proof.
+    """Extrapolate the first and the last of three summaries, with the middle one as a check.
 
     An operation that lies off its line is left out if it cannot be the peak: its bytes would have to grow faster with
     each block than they ever did.
@@ -94,24 +94,26 @@ def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSu
     if not (mid.settings == low.settings == high.settings) or not all(_peak_is_at(keys, x) for x in summaries.values()):
         return None
     line = extrapolate((few, low), (more, high), middle)
-    if not all(_are_near(a, b) for a, b in _numbers(line, mid)):
+    if not all(_are_near(a, b) for a, b in _compared_numbers(line, mid)):
         return None
-    slack = _TOLERANCE * _total(mid.at_peak)
-    off = {key for key in keys if _distance(line.device_bytes[key], mid.device_bytes[key]) > slack}
+    slack = _TOLERANCE * _total_bytes(mid.at_peak)
+    off = {key for key in keys if _largest_gap(line.device_bytes[key], mid.device_bytes[key]) > slack}
     result = extrapolate((few, low), (more, high), depth)
     device_bytes = {key: result.device_bytes[key] for key in keys - off}
-    peak = max([_total(by_kind) for by_kind in device_bytes.values()], default=0.0)
-    if any(_most({n: _total(x.device_bytes[key]) for n, x in summaries.items()}, depth) > peak for key in off):
+    peak = max([_total_bytes(by_kind) for by_kind in device_bytes.values()], default=0.0)
+    if any(
+        _largest_at({n: _total_bytes(x.device_bytes[key]) for n, x in summaries.items()}, depth) > peak for key in off
+    ):
         return None
     return replace(result, device_bytes=device_bytes)
 
 
 def _peak_is_at(keys: Collection[OperationKey], summary: PlanSummary) -> bool:
     """Return whether some of these operations has as many bytes alive as the peak."""
-    return any(_total(summary.device_bytes[key]) >= _total(summary.at_peak) for key in keys)
+    return any(_total_bytes(summary.device_bytes[key]) >= _total_bytes(summary.at_peak) for key in keys)
 
 
-def _numbers(a: PlanSummary, b: PlanSummary) -> list[tuple[float, float]]:
+def _compared_numbers(a: PlanSummary, b: PlanSummary) -> list[tuple[float, float]]:
     """Pair the numbers of two summaries, but the bytes of operations and the schedules that were not chosen."""
     pairs = [*_pairs(a.traffic_bytes, b.traffic_bytes), (a.host_bytes, b.host_bytes), (a.flops, b.flops)]
     return [*pairs, (a.schedules[a.settings].seconds, b.schedules[a.settings].seconds)]
@@ -125,16 +127,16 @@ def _are_near(a: float, b: float) -> bool:
     return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b))
 
 
-def _distance(a: KindBytes, b: KindBytes) -> float:
+def _largest_gap(a: KindBytes, b: KindBytes) -> float:
     return max([abs(x - y) for x, y in _pairs(a, b)], default=0.0)
 
 
-def _most(numbers: Mapping[int, float], depth: int) -> float:
+def _largest_at(numbers: Mapping[int, float], depth: int) -> float:
     """Return a number at some depth, if it went on to grow as fast as it ever did."""
     growth = max([(b - a) / (m - n) for (n, a), (m, b) in pairwise(numbers.items())])
     last, value = [*numbers.items()][-1]
     return value + growth * (depth - last)
 
 
-def _total(by_kind: KindBytes) -> float:
+def _total_bytes(by_kind: KindBytes) -> float:
     return sum(by_kind.values())

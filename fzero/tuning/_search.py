@@ -266,7 +266,7 @@ class _FewerBlocks:
     plans: dict[int, _PlanSummaries] = field(default_factory=dict)
 
     def extrapolate(self, depths: Sequence[int]) -> _PlanSummaries | None:
-        """Extrapolate the schedule that fzero.jit would choose; None unless the middle model proves the line.
+        """Extrapolate the schedule that fzero.jit would choose; None unless the middle model confirms the line.
 
         Args:
             depths: three numbers of blocks. The line goes through the first and the last.

@@ -87,7 +87,9 @@ def notes(table: "Table") -> list[str]:
     lines += _notes_on_unplanned(table)
     rough = sum([not r.in_full for r in table.rows])
     if rough:
-        lines.append(f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third proves the line")
+        lines.append(
+            f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third confirms the line"
+        )
     moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
     unused = [axis for axis, _ in table.machine.links if axis not in moved]
     lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []

@@ -317,8 +317,8 @@ def tune(
 
     Nothing runs, nothing is allocated, and no GPU is needed. Seconds are estimates by the cost model. A configuration
     that surely holds no less than another that does not fit is skipped. With `depth`, a model of many blocks is
-    extrapolated from two models of few blocks where a third proves the line, and else planned in full. So are the best
-    three configurations, and those that may be as good.
+    extrapolated from two models of few blocks where a third confirms the line, and else planned in full. The best three
+    configurations, and those that may be as good, are planned in full, too.
 
     Args:
         make_step: a function from a `Configuration` to `(step, *args)`, the arguments of `fzero.plan`: the step on
@@ -403,11 +403,26 @@ def tune(
     """
     machine = machine_of(machine)
     machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
-    batch = (world_size, global_batch, stages, micro_batches)
     check_choice("chunked_loss", chunked_loss, (False, True))
     check_choice("compiled", compiled, (False, True))
     fixed = FixedSettings(chunked_loss, gather, reduce, moments, float8, compiled)
-    space = make_search_space(TuneOptions(*batch, remat, precision, offload, ep, tp, pp, schedule, depth, fixed, cp))
+    options = TuneOptions(
+        world_size=world_size,
+        global_batch=global_batch,
+        stages=stages,
+        micro_batches=micro_batches,
+        remat=remat,
+        precision=precision,
+        offload=offload,
+        ep=ep,
+        tp=tp,
+        pp=pp,
+        schedule=schedule,
+        depth=depth,
+        fixed=fixed,
+        cp=cp,
+    )
+    space = make_search_space(options)
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)

@@ -95,7 +95,7 @@ MUTANTS = [
         ),
         Fault(
             "a line is proved whatever the time of the third model",
-            "_numbers",
+            "_compared_numbers",
             dropped("(A.schedules[A.B].C, D)"),
         ),
     ),
