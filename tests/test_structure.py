@@ -145,6 +145,29 @@ def test_imports_run_one_way():
             assert is_below, f"{module} imports {imported}"
 
 
+# The rooms of fzero/graph, the lowest first; the other files of this folder lie above them.
+GRAPH_ROOMS = [
+    ["_collective_sizes", "_collector", "_ir", "_ops", "_polynomials", "_storages"],
+    ["loop"],
+    ["planning", "trace"],
+    ["passes"],
+    ["run"],
+]
+
+
+def room_of(module: str) -> int:
+    """Return the position of a module's room in `GRAPH_ROOMS`."""
+    name = module.removeprefix("graph").lstrip(".").partition(".")[0]
+    return next((i for i, room in enumerate(GRAPH_ROOMS) if name in room), len(GRAPH_ROOMS))
+
+
+def test_the_rooms_of_the_graph_import_one_way():
+    for path in sorted((ROOT / "graph").rglob("*.py")):
+        for name in imports(path):
+            if name.startswith("graph."):
+                assert room_of(name) <= room_of(module_of(path)), f"{path} imports {name}"
+
+
 def test_other_packages_are_imported_by_their_public_names():
     """A package's `__init__` lists all that others may use; the files of `_torch` are open to all."""
     for path in INSIDE:

@@ -43,6 +43,7 @@ __all__ = [
     "feeding_work",
     "flops",
     "graph_results",
+    "input_only_nodes",
     "is_carried",
     "is_cheap",
     "is_collective",
@@ -232,6 +233,16 @@ def _is_cheap(operation: Any) -> bool:
     if not isinstance(operation, OpOverload | OneNode):
         return False
     return is_known_cheap(operation)
+
+
+def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:
+    """List the cheap nodes that depend on inputs alone, through cheap nodes."""
+    input_only: set[Node] = set()
+    for n in nodes:
+        movable = is_cheap(n) and (not is_reduce_collective(n) or is_maximum(n)) and not is_write(n)
+        if movable and all(is_input(a) or a in input_only for a in n.all_input_nodes):
+            input_only.add(n)
+    return input_only
 
 
 def parameter_gathers(graph: Graph) -> list[Node]:

@@ -6,7 +6,7 @@ from tests.mutants.mutant import LENGTHS, LOOP_PLANS, LOOPS, SLICE_OF_GATHER, UN
 ARRIVING = ("tests/graph/run/test_loop.py",)
 ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 COMPILE = ("tests/graph/test_compile.py",)
-SUBGRAPHS = ("tests/graph/run/test_subgraphs.py",)
+SUBGRAPHS = ("tests/graph/planning/test_subgraphs.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
 FALLBACK = ("tests/graph/run/test_fallback.py",)
 
@@ -14,7 +14,7 @@ PROGRAM = ("tests/graph/run/test_program.py",)
 
 
 MUTANTS = [
-    *File("graph/run/_subgraphs.py", SUBGRAPHS).faults(
+    *File("graph/planning/_subgraphs.py", SUBGRAPHS).faults(
         Fault(
             "a block's gradient is scaled in the previous block's segment",
             "split_into_subgraphs",

@@ -12,6 +12,7 @@ from fzero.graph._collective_sizes import full_bytes
 from fzero.graph._ir import (
     copy_graph,
     graph_results,
+    input_only_nodes,
     is_collective,
     is_gather,
     is_input,
@@ -27,7 +28,6 @@ from fzero.graph._ir import (
 )
 from fzero.graph._storages import storages
 from fzero.graph.loop._rank_schedule import is_marker
-from fzero.graph.passes._listing import input_only_nodes
 
 __all__ = ["bucket", "drop_lone_collectives"]
 

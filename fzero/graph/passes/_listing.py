@@ -13,6 +13,7 @@ from fzero.graph._ir import (
     after_needs,
     collectives_before,
     feeding_work,
+    input_only_nodes,
     is_cheap,
     is_collective,
     is_gather,
@@ -30,7 +31,7 @@ from fzero.graph._ops import decodes, encodes, is_factory, is_random, is_view
 from fzero.graph._storages import Storages
 from fzero.graph.loop._rank_schedule import is_marker
 
-__all__ = ["OrderRules", "input_only_nodes", "list_nodes", "order_rules", "readers_of_overwritten"]
+__all__ = ["OrderRules", "list_nodes", "order_rules", "readers_of_overwritten"]
 
 
 # Roles: each node of a graph is work, or runs late or early.
@@ -110,16 +111,6 @@ def _grows(part: set[Node], late: set[Node]) -> bool:
     return nbytes(*[x for n in outputs for x in stand_ins_of(n)]) > nbytes(
         *[x for a in inputs for x in stand_ins_of(a)]
     )
-
-
-def input_only_nodes(nodes: Sequence[Node]) -> set[Node]:
-    """List the cheap nodes that depend on inputs alone, through cheap nodes."""
-    input_only: set[Node] = set()
-    for n in nodes:
-        movable = is_cheap(n) and (not is_reduce_collective(n) or is_maximum(n)) and not is_write(n)
-        if movable and all(is_input(a) or a in input_only for a in n.all_input_nodes):
-            input_only.add(n)
-    return input_only
 
 
 def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:

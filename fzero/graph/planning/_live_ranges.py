@@ -38,7 +38,7 @@ from fzero.graph._storages import Storages, storages, storages_in
 from fzero.graph.loop._loop_memory import peak_by_region
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import region_positions
-from fzero.graph.run._subgraphs import split_into_subgraphs
+from fzero.graph.planning._subgraphs import split_into_subgraphs
 
 __all__ = [
     "ITERATION",

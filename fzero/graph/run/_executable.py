@@ -15,6 +15,7 @@ from fzero.graph._ir import COPY, WAIT, aten, copy_graph, is_input
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split
+from fzero.graph.planning._subgraphs import resolve_alias
 from fzero.graph.run._clock import (
     COMPILED,
     current_recorder,
@@ -27,7 +28,6 @@ from fzero.graph.run._places import at_place
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._segment import Segment
 from fzero.graph.run._segment_compiler import Code, Runs, name_of_code
-from fzero.graph.run._subgraphs import resolve_alias
 from fzero.sharding import flatten_by_copies, flatten_leaves
 
 __all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "run_segments"]

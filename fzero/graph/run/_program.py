@@ -13,8 +13,7 @@ from fzero.graph._storages import TO_HOST
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
 from fzero.graph.loop._split import RegionGraph, split
-from fzero.graph.run._segment import Segment, segment
-from fzero.graph.run._subgraphs import (
+from fzero.graph.planning._subgraphs import (
     exports,
     needed_views,
     operands,
@@ -26,6 +25,7 @@ from fzero.graph.run._subgraphs import (
     views_to,
     written_argument,
 )
+from fzero.graph.run._segment import Segment, segment
 
 __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
 

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fzero.graph._ir import COPY, is_input, signature
 from fzero.graph._ops import name_of
-from fzero.graph.run._subgraphs import operands, read_by_kernels, sources
+from fzero.graph.planning._subgraphs import operands, read_by_kernels, sources
 
 __all__ = ["Segment", "segment"]
 

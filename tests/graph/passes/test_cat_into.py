@@ -11,7 +11,7 @@ from fzero.graph._ir import aten, write_part
 from fzero.graph._ops import name_of
 from fzero.graph.passes import cat_into, schedule
 from fzero.graph.planning._live_ranges import peak_bytes
-from fzero.graph.run._subgraphs import split_into_subgraphs
+from fzero.graph.planning._subgraphs import split_into_subgraphs
 from fzero.nn import linear_cross_entropy
 from tests.graph import graphs
 from tests.helpers import examples

@@ -10,7 +10,7 @@ from fzero.graph._ir import COPY, GATHER_INTO, aten, is_input
 from fzero.graph._ops import name_of
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
-from fzero.graph.run._subgraphs import _is_own_part, split_into_subgraphs
+from fzero.graph.planning._subgraphs import _is_own_part, split_into_subgraphs
 from tests.graph import graphs
 from tests.helpers import LEAST, mlp_batch, mlp_loss, mlp_params, train_step_for
 

@@ -13,11 +13,11 @@ from torch.fx import Graph, Node
 import fzero
 from fzero import _torch, optim
 from fzero.graph._ir import graph_results, is_input
+from fzero.graph.planning._subgraphs import _is_alias
 from fzero.graph.run import _executable, _program
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._executable import Executable, _with_traced_layouts, run_operations
 from fzero.graph.run._segment_compiler import compile_graph
-from fzero.graph.run._subgraphs import _is_alias
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import Value, traced
 from tests.helpers import examples, train_step_for

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import optim, tree
 from fzero.graph._ir import aten
+from fzero.graph.planning._subgraphs import parts_of_arguments, split_into_subgraphs
 from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment, segment
-from fzero.graph.run._subgraphs import parts_of_arguments, split_into_subgraphs
 from fzero.nn import linear_cross_entropy
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
