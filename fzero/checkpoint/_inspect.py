@@ -384,7 +384,7 @@ def _header(files: Files, layout: TreeLayout, names: dict[str, int], dtype: torc
     return len(text).to_bytes(8, "little") + text
 
 
-def _leaves(
+def _read_leaves(
     files: Files, manifest: Manifest, names: list[tuple[str, int]], dtype: torch.dtype | None, progress: _Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name with its leaf, read and cast to `dtype`."""
@@ -405,7 +405,7 @@ def _write_leaves(
     dtype: torch.dtype | None,
     progress: _Progress,
 ) -> None:
-    for _, x in _leaves(files, manifest, names, dtype, progress):
+    for _, x in _read_leaves(files, manifest, names, dtype, progress):
         f.write(view_bytes(x))
 
 
@@ -420,5 +420,5 @@ def _write_torch(
 ) -> None:
     """Write leaves and values by name with torch.save; tied leaves are one tensor."""
     first_names = {i: name for name, i in reversed(names.items())}
-    tensors = dict(_leaves(files, manifest, [(name, i) for i, name in first_names.items()], dtype, progress))
+    tensors = dict(_read_leaves(files, manifest, [(name, i) for i, name in first_names.items()], dtype, progress))
     torch.save({**{name: tensors[first_names[i]] for name, i in names.items()}, **values}, f)

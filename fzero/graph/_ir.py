@@ -221,11 +221,11 @@ def views_and_users(value: Node, decoded: bool = False) -> tuple[list[Node], lis
 
 def is_cheap(node: Node) -> bool:
     """Return whether a node may run wherever that saves memory: communication, data movement, pointwise arithmetic."""
-    return node.op == "call_function" and (_is_cheap(node.target) or _sends_codes(node))
+    return node.op == "call_function" and (_is_cheap_operation(node.target) or _sends_codes(node))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_cheap(operation: Any) -> bool:
+def _is_cheap_operation(operation: Any) -> bool:
     if operation is WAIT or operation in _GATHERS or operation in _REDUCE_COLLECTIVES or is_view_operation(operation):
         return True
     if isinstance(operation, OpOverload) and operation.overloadpacket in flop_formulas():

@@ -36,13 +36,12 @@ def fill_template(label: str, source: TreeSource, template: Any, mesh: Mesh, lik
     paths, entries, structure = tree.flatten_with_paths(template, is_box)
     devices: list[Any] = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
     boxes, destinations = _zero_boxes(label, (paths, entries), devices, mesh)
-    if like is not None:
-        devices = list(map(_device_like, entries, source.devices, devices))
+    targets = devices if like is None else list(map(_device_like, entries, source.devices, devices))
+    copies = _PlainCopies(entries, targets)
     result = [
         boxes.get(i, x) if isinstance(leaf, torch.Tensor) else mesh.device_put(leaf)
         for i, (x, leaf) in enumerate(zip(entries, source.leaves, strict=True))
     ]
-    copies: dict[int, torch.Tensor] = {}  # id of an entry -> the copy of its leaf: tied leaves stay tied
     sums: list[Any] = [None] * len(source.leaves)
     for positions, leaf, owns_memory in source.iter_leaves():
         if mesh.distributed and source.needs_checksums:
@@ -52,13 +51,8 @@ def fill_template(label: str, source: TreeSource, template: Any, mesh: Mesh, lik
         for i in positions:
             if i in destinations:
                 destinations[i].store(leaf, mesh)
-                continue
-            key = id(entries[i])
-            if key not in copies:
-                moved = device_put(leaf, devices[i])
-                copies[key] = moved if moved is not leaf or (owns_memory and i == positions[0]) else leaf.clone()
-                del moved
-            result[i] = copies[key]
+            else:
+                result[i] = copies.put(i, leaf, may_keep=owns_memory and i == positions[0])
         del leaf  # before the source makes the next one
     if source.needs_checksums:
         check_equal(label, tree.unflatten(source.structure, source.leaves), mesh, sums)
@@ -98,6 +92,23 @@ def _zero_boxes(
         for position, index in members:
             destinations[position] = _Destination(tuple(pieces), spec, index, ranks_of_rows[names])
     return boxes, destinations
+
+
+class _PlainCopies:
+    """The copies of leaves without a box. Tied leaves are one entry of the template, and stay tied."""
+
+    def __init__(self, entries: list[Any], devices: list[Any]) -> None:
+        self._entries = entries
+        self._devices = devices
+        self._by_entry: dict[int, torch.Tensor] = {}  # by the entry's id
+
+    def put(self, position: int, leaf: torch.Tensor, may_keep: bool) -> torch.Tensor:
+        """Return a leaf on the device of its entry, in memory of its own; the leaf itself only if it `may_keep` it."""
+        key = id(self._entries[position])
+        if key not in self._by_entry:
+            moved = device_put(leaf, self._devices[position])
+            self._by_entry[key] = moved if moved is not leaf or may_keep else leaf.clone()
+        return self._by_entry[key]
 
 
 class _Destination(NamedTuple):

@@ -32,7 +32,7 @@ MUTANTS = [
             (becomes("z.numel()", "-1"), becomes("-1", "1", at="2 of 2")),
         ),
         Fault("diff shows the last difference, not the largest", "_compare", bare("max(B, A, key=C)")),
-        Fault("an export ignores the dtype that was asked for", "_leaves", bare("A.to(B(C, D))")),
+        Fault("an export ignores the dtype that was asked for", "_read_leaves", bare("A.to(B(C, D))")),
     ),
     *File("checkpoint/__main__.py", COMMAND).faults(
         Fault("verify exits with 0 when a checkpoint is damaged", "_verify", skipped("A += 1")),

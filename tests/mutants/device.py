@@ -1,6 +1,6 @@
 """Faults in where values lie: a mesh's device, what brings values there, and what names those that lie elsewhere."""
 
-from tests.mutants.changes import bare, becomes, dropped, never
+from tests.mutants.changes import always, bare, becomes, dropped, never
 from tests.mutants.mutant import Fault, File
 
 MESH = ("tests/ranks/test_mesh.py",)
@@ -39,7 +39,9 @@ MUTANTS = [
         Fault("a real process may have the meta device", "mesh", never("own.type == 'meta'")),
     ),
     *File("zero/_fill.py", DEVICE).faults(
-        Fault("init does not move replicated leaves to the device", "fill_template", bare("device_put(A, B[C])")),
+        Fault(
+            "init does not move replicated leaves to the device", "_PlainCopies.put", bare("device_put(A, self.B[C])")
+        ),
         Fault(
             "init shards a leaf on the leaf's device, not the mesh's", "fill_template", bare("A if B else mesh.device")
         ),
@@ -47,7 +49,7 @@ MUTANTS = [
         Fault(
             "partition(like=) puts leaves on the mesh's device, not on like's",
             "fill_template",
-            never("like is not None"),
+            always("like is None"),
         ),
     ),
     *File("zero/_call_checks.py", DEVICE).faults(

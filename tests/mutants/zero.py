@@ -104,7 +104,7 @@ MUTANTS = [
         Fault("replicated leaves share the caller's memory", "fill_template", always("A and B == C[0]")),
         Fault("donated leaves are copied", "fill_template", never("owns_memory")),
         Fault("a unit with leaves on two devices is not refused", "_check_one_device", never("A != B[0]")),
-        Fault("init unties tied replicated leaves", "fill_template", always("A not in copies"), PARTITION),
+        Fault("init unties tied replicated leaves", "_PlainCopies.put", always("A not in self.B"), PARTITION),
     ),
     *File("zero/_leaf_supply.py", PARTITION).faults(
         Fault("like= is not compared", "_check_like", never("(tuple(A.shape), A.dtype) != B")),
