@@ -305,7 +305,8 @@ def test_nothing_is_loaded_until_inductor_is(monkeypatch):
     thread = threading.Thread(target=there.wait, daemon=True)
     thread.start()
     monkeypatch.setattr(_backends, "can_load", can_load)
-    monkeypatch.setattr(_segment_compiler, "start_import", lambda: thread)
+    for name in ("start_import", "start_cpu_probe"):
+        monkeypatch.setattr(_segment_compiler, name, lambda: thread)
     step, jitted = both()
     trained(step, jitted, range(2))
     assert not runs_of(jitted).runs.loaded
