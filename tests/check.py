@@ -2,9 +2,9 @@
 
 A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
 faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`; an `__init__.py` has no
-mirror. The tests of the structure and of the reference run first, and always. Then 30 seconds are shared by the other
-files, those that changed before the mirrors, so that some tests of each run: a file's tests stop when its share is
-over, and what it saves goes to the later files. Laws try few examples. A warning names each file whose tests were left
+mirror. Changed files of tests run first, then the mirrors. 30 seconds are shared by these files, so that some tests of
+each run: a file's tests stop when its share is over, and what it saves goes to the later files. Last, and always, run
+the tests of the structure and of the reference. Laws try few examples. A warning names each file whose tests were left
 out: `make test` runs all.
 """
 
@@ -65,10 +65,10 @@ def whole_project() -> list[str]:
 
 
 def ordered(files: Iterable[str]) -> list[str]:
-    """List the tests of changed files: those of the whole project, those that changed, the mirrors."""
+    """List the tests of changed files: those that changed, the mirrors, those of the whole project."""
     tests = [test for file in files for test in mirrored(file)]
     own = [test for test in tests if test in files]
-    selection = dict.fromkeys([*whole_project(), *own, *tests])
+    selection = dict.fromkeys([*own, *tests, *whole_project()])
     return [test for test in selection if test in own or test.split("::")[0] not in own]
 
 

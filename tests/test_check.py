@@ -47,12 +47,12 @@ def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
     assert mirrored("fzero/f.py", tmp_path, [fault]) == []
 
 
-def test_those_of_the_whole_project_run_first_and_then_changed_tests():
-    *of_all, changed, mirror = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
-    assert of_all == whole_project() and of_all[0] == "tests/test_structure.py" and len(of_all) > 2
+def test_changed_tests_run_first_and_those_of_the_whole_project_last():
+    changed, mirror, *of_all = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
     assert (changed, mirror) == ("tests/test_errors.py", "tests/graph/test_any_length.py")
+    assert of_all == whole_project() and of_all[0] == "tests/test_structure.py" and len(of_all) > 2
     of_page = ordered(["docs/jit.md", "tests/docs/test_docs.py"])
-    assert of_page == ["tests/test_structure.py", "tests/docs/test_docs.py"], "a file and its tests are the same tests"
+    assert of_page == ["tests/docs/test_docs.py", "tests/test_structure.py"], "a file and its tests are the same tests"
     assert mirrored("fzero/optim/__init__.py") == [], "the tests of the structure check what a folder shows"
 
 

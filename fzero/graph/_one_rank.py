@@ -1,5 +1,6 @@
 """One rank's view of a step in a planned world: a mesh without processes, and trees as one rank holds them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -68,12 +69,16 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], all_ranks: bool) -> Tr
     tensors = {id(x): x for x in tree.flatten(values, is_box)[0] if isinstance(x, torch.Tensor)}
     metas = dict(zip(tensors, in_buffers([*tensors.values()], meta), strict=True))
 
+    @functools.cache  # a unit of many leaves has one spec, in which each leaf has a row
+    def convert_spec(spec_id: int) -> int:
+        return intern(_spec_on_mesh(spec_of(spec_id), sizes))
+
     def convert(x: Any) -> Any:
         if isinstance(x, PerRank):
             part = tree.map(lambda v: v.new_empty(v.shape[1:] if all_ranks else v.shape, device="meta"), x.value)
             return PerRank(part, x.axes, x.split)
         if isinstance(x, Shard | Slot):
-            spec_id = intern(_spec_on_mesh(x.spec, sizes))
+            spec_id = convert_spec(x.spec_id)
             if isinstance(x, Slot):
                 return Slot(spec_id, x.index)
             like = x.pieces[0]
