@@ -246,9 +246,27 @@ def schedule(
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
     if best is not None and time_schedule(best, durations).makespan <= bound * (1 + 1e-9):
         return best
-    limits = [None] * ranks if name == "gpipe" else caps
-    candidate = list_schedule(orders[0].rank_of_stage, micro_batches, limits, entry.splits_backward, durations, name)
-    return min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
+
+    def listed(limits: Sequence[int | None]) -> PipelineSchedule:
+        return list_schedule(orders[0].rank_of_stage, micro_batches, limits, entry.splits_backward, durations, name)
+
+    candidate = listed([None] * ranks if name == "gpipe" else caps)
+    best = min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
+    return best if name == "gpipe" else _tightened(best, listed, durations)
+
+
+def _tightened(
+    best: PipelineSchedule, listed: Callable[[Sequence[int | None]], PipelineSchedule], durations: Durations
+) -> PipelineSchedule:
+    """Return the best of the greedy orders in the memory that a schedule needs, of those in theirs, and so on.
+
+    With less memory a greedy order may end sooner: it is held back from a step that looked best at its time.
+    """
+    while True:
+        candidate = listed([best.in_flight(rank) for rank in range(best.ranks)])
+        if time_schedule(candidate, durations).makespan >= time_schedule(best, durations).makespan * (1 - 1e-9):
+            return best
+        best = candidate
 
 
 def check_name(name: str, stages_per_rank: int) -> None:

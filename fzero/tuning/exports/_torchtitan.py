@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from fzero._arguments import check_choice
 from fzero.tuning._search_space import EVERY_SECOND
 from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
 from fzero.tuning.exports._peaks import fsdp2_states
@@ -94,6 +95,7 @@ def _apply_plan(run: PlannedRun) -> str:
         f"    parallelism.expert_parallel_degree = {c.ep}",
     ]
     if c.pp > 1:
+        check_choice("schedule for torchtitan", c.schedule, tuple(_SCHEDULES))
         lines += [
             f'    parallelism.pipeline_parallel_schedule = "{_SCHEDULES[c.schedule]}"',
             f"    parallelism.num_pp_microbatches = {c.accumulation}",

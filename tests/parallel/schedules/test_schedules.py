@@ -87,6 +87,13 @@ def test_efficiencies_are_those_of_the_papers(ranks, micro_batches):
         assert efficiency("zbv", 2) == pytest.approx(6 * m / (6 * m + p - 1))
 
 
+@pytest.mark.parametrize("ranks,micro_batches", [(4, 4), (5, 4), (5, 5)])
+def test_a_greedy_order_in_less_memory_may_end_sooner_and_is_taken(ranks, micro_batches):
+    result = schedule("zbv", ranks, micro_batches, 2, weight=0.5)
+    other = greedy(ranks, micro_batches, 2, placement="v", cap=result.in_flight, split=True, weight=0.5)
+    assert result.timing(weight=0.5).makespan <= other.timing(weight=0.5).makespan
+
+
 @given(st.sampled_from(KNOWN), st.integers(1, 5), st.integers(1, 9), st.data())
 def test_a_known_schedule_is_never_longer_than_the_greedy_order_in_its_memory(known, ranks, micro_batches, data):
     (name, stages), given_durations = known, data.draw(durations(known[1] * ranks))
