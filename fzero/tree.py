@@ -307,8 +307,10 @@ def not_a_tensor(label: str, path: str, x: Any) -> str:
     if inspect.isgenerator(x):
         return f"{label} is a generator: pass dict(model.named_parameters()), or the module itself"
     remedy = "register its class as a pytree node"
-    if type(x).__module__ == "numpy":
+    if type(x).__module__ == "numpy" or isinstance(x, bool | int | float):
         remedy = "pass torch.as_tensor(x) of it"
+    elif isinstance(x, str | bytes):
+        remedy = "take it out, and let the step close over it"
     return f"{leaf_name(label, path)} is {show(x)}: expected a tensor; {remedy}"
 
 

@@ -202,6 +202,14 @@ INIT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: MESH.spmd(fzero.partition)(ROUGH),
         r"params leaf 'w' is a numpy.ndarray: expected a tensor; pass torch.as_tensor\(x\) of it$",
     ),
+    "a number": (
+        lambda: step_of(2).init({"w": 0.5}, OPT),
+        r"params leaf 'w' is 0.5: expected a tensor; pass torch.as_tensor\(x\) of it$",
+    ),
+    "a string": (
+        lambda: step_of(2).init({"w": torch.ones(2), "name": "gpt"}, OPT),
+        r"params leaf 'name' is 'gpt': expected a tensor; take it out, and let the step close over it$",
+    ),
     "an object of a class": (
         lambda: step_of(2).init({"w": object()}, OPT),
         r"params leaf 'w' is <object object at .*>: expected a tensor; register its class as a pytree node$",
