@@ -1,11 +1,11 @@
 """Check a change while it is made: lint and types of the changed files, and the tests that mirror them. `make check`.
 
 A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
-faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`; an `__init__.py` has no
-mirror. Changed files of tests run first, then the mirrors. 30 seconds are shared by these files, so that some tests of
-each run: a file's tests stop when its share is over, and what it saves goes to the later files. Last, and always, run
-the tests of the structure and of the reference. Laws try few examples. A warning names each file whose tests were left
-out: `make test` runs all.
+faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`; an `__init__.py` has no mirror. Code
+that tests of a folder share has those of its tests that import it. Changed files of tests run first, then the mirrors.
+30 seconds are shared by these files, so that some tests of each run: a file's tests stop when its share is over, and
+what it saves goes to the later files. Last, and always, run the tests of the structure and of the reference. Laws try
+few examples. A warning names each file whose tests were left out: `make test` runs all.
 """
 
 import argparse
@@ -47,7 +47,11 @@ def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MU
     if path.suffix != ".py" or path.parts[0] not in ("fzero", "tests"):
         return []
     if path.parts[0] == "tests":
-        return [file] if path.stem.startswith("test_") else []
+        if path.stem.startswith("test_") or len(path.parts) == 2:
+            return [file] if path.stem.startswith("test_") else []
+        readers = sorted((root / path.parent).glob("test_*.py"))
+        module = ".".join(path.with_suffix("").parts)
+        return [str(x.relative_to(root)) for x in readers if f"from {module} import" in x.read_text()]
     within, name = path.relative_to("fzero"), path.stem.removeprefix("_")
     folder = root / "tests" / within.parent
     own = [folder / f"test_{name}.py"]

@@ -25,6 +25,13 @@ ROOT = pathlib.Path(__file__).parents[1]
         ("tests/test_errors.py", ["tests/test_errors.py"]),
         ("docs/jit.md", ["tests/docs/test_docs.py::test_a_page_runs_and_prints_what_it_shows[jit]"]),
         ("tests/helpers.py", []),
+        (
+            "tests/parallel/pipeline/model.py",
+            [
+                f"tests/parallel/pipeline/test_{x}.py"
+                for x in ("axes", "equivalence", "errors", "outputs", "plan", "tools")
+            ],
+        ),
         ("Makefile", []),
         ("benchmarks/lengths.py", []),
         ("benchmarks/lengths.md", []),
