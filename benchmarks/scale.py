@@ -40,6 +40,19 @@ STEPS = 7  # of which the first compiles
 LONG = 60.0  # seconds of a size's phases, from which it runs once
 GOAL, FLAT_GOAL = 1.05, 0.05  # exponents
 
+FINDINGS = """## What it says
+
+- A plan does not grow with the ranks: 65,536 take what 2 take.
+- What there is to compile does not grow with the layers or with the micro-batches. 10,000 leaves that differ in
+  nothing but their place still take five minutes, because each has operations of its own in its unit's segment.
+- Plans and traces hardly grow with the micro-batches, which are a loop. A step grows with them as its work does.
+
+## What it found
+
+`fzero.plan` converted the description of a unit anew for each of its leaves, and a description has a row for each
+leaf: the square of their number.
+With 1,000 leaves in a unit this took 9 of 17 seconds. Now a unit is converted once: 16.7 s became 7.8."""
+
 Case = tuple[Any, tuple[Any, ...]]  # a sharded step, and its arguments
 
 
@@ -209,4 +222,5 @@ if __name__ == "__main__":
         head = ["what grows", "phase", "seconds by size", "e, all sizes", "e, larger half", "its goal"]
         rows = [row for name in options.axes for row in rows_of(name, options.rounds)]
         command = " ".join(["python benchmarks/scale.py", *[x for x in sys.argv[1:] if x != "--write"]])
-        publish(__file__, command, [(__doc__ or "").split("\n\n", 2)[2].strip(), table(head, rows)], options.write)
+        parts = [(__doc__ or "").split("\n\n", 2)[2].strip(), table(head, rows), FINDINGS]
+        publish(__file__, command, parts, options.write)

@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks as linear maps: rows of the table, and their public functions.
+"""Sums and gathers over ranks: the public functions. Their rows of the table stand in `_sum_operations.py`.
 
 `psum`, `all_gather` and `psum_scatter` have the transposes of the joint map over all ranks, where each rank's copy of a
 replicated value is a separate input. So `psum` is its own transpose, like in JAX's `pmap` and

@@ -55,7 +55,6 @@ from fzero.sharding._spec import (
     with_sharding_axes,
 )
 from fzero.sharding._unit_maps import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
-from fzero.sharding._unit_policies import by_granularity, by_size
 from fzero.sharding._unit_policy import UnitPolicy, UnitRow
 from fzero.sharding._units import (
     ShardedUnit,
@@ -66,6 +65,7 @@ from fzero.sharding._units import (
     shard_axes,
     sharded_units,
 )
+from fzero.sharding._units_by_size import by_granularity, by_size
 
 __all__ = [
     "Layouts",

@@ -6,8 +6,8 @@ from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import Goodput, goodput, save_interval
 from fzero.tuning._hint import Hint
 from fzero.tuning._machine import Constant, Machine
-from fzero.tuning._machines import A100, A100_80GB, CPU, H100, H200
 from fzero.tuning._measurement import StepMeasurement
+from fzero.tuning._named_machines import A100, A100_80GB, CPU, H100, H200
 from fzero.tuning._offload_costs import OffloadCosts, offload_costs
 from fzero.tuning._offload_work import OffloadWork, model_work, planned_work
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates

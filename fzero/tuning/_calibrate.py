@@ -14,7 +14,7 @@ from fzero._torch import c10d, is_accelerator, local_accelerator, wait_for_devic
 from fzero._tracebacks import api_boundary
 from fzero.ranks import mesh
 from fzero.tuning._machine import Machine
-from fzero.tuning._machines import CPU, H100
+from fzero.tuning._named_machines import CPU, H100
 
 __all__ = ["calibrate"]
 

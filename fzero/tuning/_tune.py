@@ -17,7 +17,7 @@ from fzero.tuning import _table_views
 from fzero.tuning._best_first import Unplanned, search_by_bounds
 from fzero.tuning._bounds import Bounds
 from fzero.tuning._machine import Machine
-from fzero.tuning._machines import machine_of
+from fzero.tuning._named_machines import machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
 from fzero.tuning._search_space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_search_space

@@ -11,9 +11,9 @@ from fzero.observe import Rows
 from fzero.ranks import is_leader
 from fzero.tuning._hint import Hint, straggler_hints
 from fzero.tuning._machine import Machine
-from fzero.tuning._machines import machine_of
 from fzero.tuning._measurement import StepMeasurement, find_hints
 from fzero.tuning._meter import Meter, meter_of
+from fzero.tuning._named_machines import machine_of
 
 __all__ = ["WatchedStep", "watch"]
 

@@ -18,8 +18,8 @@ from fzero._format import format_bytes
 from fzero.tuning._axis_sizes import largest_sizes, powers_of_two, usable_sizes
 from fzero.tuning._calibrate import calibrate
 from fzero.tuning._goodput import goodput
-from fzero.tuning._machines import MACHINES, machine_of, save
 from fzero.tuning._model_names import PRESETS, ModelShape, init, shape_of
+from fzero.tuning._named_machines import MACHINES, machine_of, save
 from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe

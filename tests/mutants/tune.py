@@ -182,7 +182,7 @@ MUTANTS = [
         ),
         Fault("links= is ignored", "Machine.as_hardware", dropped("links=self.links")),
     ),
-    *File("tuning/_machines.py", TUNE).faults(
+    *File("tuning/_named_machines.py", TUNE).faults(
         Fault(
             "a calibrated machine is replaced by the CPU's constants",
             "machine_of",

@@ -23,7 +23,7 @@ MUTANTS = [
         Fault("large children are one piece", "_divide", always("max(A, default=0) < B")),
         Fault("a piece is named by its first subtree", "_subtree", always("A == last")),
     ),
-    *File("sharding/_unit_policies.py", UNITS).faults(
+    *File("sharding/_units_by_size.py", UNITS).faults(
         Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),
         Fault("leaves over different axes share a unit", "_kind", always("A is None")),
         Fault("leaves with different splits share a unit", "_kind", bare("tuple(sorted(B or A))")),

@@ -13,7 +13,7 @@ from fzero import tuning
 from fzero.__main__ import main
 from fzero.tuning import CPU, H100, _calibrate
 from fzero.tuning._calibrate import _fit_links
-from fzero.tuning._machines import _read_calibrated, save
+from fzero.tuning._named_machines import _read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
 from tests.tuning.helpers import machines
 
