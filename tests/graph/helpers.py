@@ -13,6 +13,7 @@ from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.helpers import LEAST
+from tests.memory import peak_bytes
 from tests.optim.offloading import BF16, Row
 
 COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -86,3 +87,16 @@ def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
     for block in params["h"]:
         x = torch.tanh(x.to(block["w"].dtype) @ block["w"] + block["b"])
     return x.float().square().mean()
+
+
+def assert_peak_is_the_allocators(step: fzero.graph.Jitted, state: list[Any], batch: Any, rtol: float) -> None:
+    """Run a second step, and compare its plan's peak with the allocator's. The state must have no other owner."""
+    owned = [step(*state, batch)[:-1]]
+    state.clear()
+    plan = step.plan(*owned[0], batch)
+
+    def run() -> None:
+        owned.append(step(*owned.pop(), batch)[:-1])
+
+    measured = plan.argument_bytes + peak_bytes(run)
+    assert abs(measured / plan.peak_bytes - 1) < rtol, (measured, plan.peak_bytes)

@@ -16,9 +16,8 @@ from fzero import optim, tree
 from fzero._format import format_bytes
 from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
-from tests.graph.helpers import entry_of, plan_of
+from tests.graph.helpers import assert_peak_is_the_allocators, entry_of, plan_of
 from tests.helpers import LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
-from tests.memory import peak_bytes
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import ARRANGEMENTS, parallel_loss, parallel_params
@@ -121,17 +120,7 @@ def test_the_plans_peak_is_the_allocators(stage):
     )
     state = list(step.init(gpt_params(width=64, layers=2), opt))
     tokens = step.mesh.split(torch.randint(37, (8, 17)))
-    *state, _ = step(*state, tokens)
-    plan = step.plan(*state, tokens)
-    box = [state]
-    del state
-
-    def run() -> None:
-        *state, _ = step(*box.pop(), tokens)
-        box.append(state)
-
-    measured = plan.argument_bytes + peak_bytes(run)
-    assert abs(measured / plan.peak_bytes - 1) < 0.02, (measured, plan.peak_bytes)
+    assert_peak_is_the_allocators(step, state, tokens, 0.02)
 
 
 # ---------------------------------------------------------------- choice

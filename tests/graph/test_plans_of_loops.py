@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero._format import format_bytes
 from fzero.graph import _one_rank, _trace_agreement
-from tests.graph.helpers import bitwise, entry_of, plan_of, train_both
+from tests.graph.helpers import assert_peak_is_the_allocators, bitwise, entry_of, plan_of, train_both
 from tests.graph.loops import ADAMW, unrolled
 from tests.helpers import LEAST, cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
@@ -26,17 +26,7 @@ def test_the_plans_peak_is_the_allocators_over_all_iterations(stage):
     )
     state = list(step.init(gpt_params(width=32, layers=either(1, 2)), ADAMW))
     tokens = step.mesh.split(torch.randint(37, (20, 17)))
-    *state, _ = step(*state, tokens)
-    plan = step.plan(*state, tokens)
-    box = [state]
-    del state
-
-    def run() -> None:
-        *state, _ = step(*box.pop(), tokens)
-        box.append(state)
-
-    measured = plan.argument_bytes + peak_bytes(run)
-    assert abs(measured / plan.peak_bytes - 1) < 0.005, (measured, plan.peak_bytes)
+    assert_peak_is_the_allocators(step, state, tokens, 0.005)
 
 
 @functools.cache
