@@ -1,7 +1,6 @@
 """Every tensor that fzero itself makes names its device: with the default device "meta" nothing changes."""
 
 import ast
-import pathlib
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 import fzero
 from fzero import optim
 from tests.helpers import cases
-from tests.mutants.places import tree_of
+from tests.sources import nodes_of, python_files
 
-ROOT = pathlib.Path(fzero.__file__).parent
 MAKERS = {"zeros", "ones", "empty", "full", "tensor", "arange", "eye", "rand", "randn", "linspace", "scalar_tensor"}
 MAKERS |= {"as_tensor", "randint", "randperm"}
 ASKS_FOR_THE_DEFAULT = "random/_torch_draws.py"  # it draws what the user's own call would have drawn
@@ -32,12 +30,12 @@ OPTIMIZERS = {
 
 
 def test_calls_that_make_tensors_name_the_device():
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in python_files("fzero"):
         if path.match(ASKS_FOR_THE_DEFAULT):
             continue
-        for node in ast.walk(tree_of(path.read_text())):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and name.startswith("torch.") and name.removeprefix("torch.") in MAKERS:
+        for node in nodes_of(path, ast.Call):
+            name = ast.unparse(node.func)
+            if name.startswith("torch.") and name.removeprefix("torch.") in MAKERS:
                 assert {"device", None} & {k.arg for k in node.keywords}, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 

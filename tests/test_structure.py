@@ -3,10 +3,9 @@
 import ast
 import functools
 import importlib
-import inspect
 import pathlib
 import re
-import types
+from importlib.util import find_spec
 
 import pytest
 
@@ -14,9 +13,11 @@ import fzero
 from tests.cuda.faults import FAULTS
 from tests.mutants import MUTANTS
 from tests.mutants.places import Place, symbols, tree_of
+from tests.public_names import OF_FZERO, ON_PAGES, public_names, undocumented, without_boundary, without_example
+from tests.sources import imports_of, nodes_of, python_files, text_of
 
 ROOT = pathlib.Path(fzero.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
+FILES = python_files("fzero")
 
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
@@ -100,6 +101,7 @@ PACKAGES = [
 ]
 
 
+@functools.cache
 def module_of(path: pathlib.Path) -> str:
     """Return the name that a file is imported by, without `fzero.`: an `__init__` by its folder's name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -119,7 +121,7 @@ def layer_of(module: str) -> int:
 def imports(path: pathlib.Path) -> list[str]:
     """List the modules of fzero that a file imports, or imports names from."""
     results = []
-    for node in ast.walk(tree_of(path.read_text())):
+    for node in imports_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fzero":
             for alias in node.names:
                 inner = ROOT.parent.joinpath(*node.module.split("."), alias.name)
@@ -178,10 +180,11 @@ def test_other_packages_are_imported_by_their_public_names():
                 assert is_open, f"{module} imports {imported}: import from its package"
 
 
+@functools.cache
 def listed_names(path: pathlib.Path, name: str = "__all__") -> list[str]:
     """Return a list of names in a file: its `__all__`, or its `INTERNAL`."""
-    for node in tree_of(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+    for node in nodes_of(path, ast.Assign):
+        if ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     return []
 
@@ -201,12 +204,13 @@ def test_a_package_lists_its_names(package):
     names = [*listed_names(path), *listed_names(path, "INTERNAL")]
     imported = {
         alias.asname or alias.name
-        for node in tree_of(path.read_text()).body
+        for node in tree_of(text_of(path)).body
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fzero")
         for alias in node.names
     }
     assert listed_names(path) and sorted(names) == sorted({*names})
-    assert imported <= {*names} and all(hasattr(module, name) for name in names)
+    files = [name for name in names if find_spec(f"fzero.{package}.{name}")]  # imported at their first use
+    assert imported <= {*names} and all(name in files or hasattr(module, name) for name in names)
 
 
 def test_a_private_file_lists_what_other_files_import():
@@ -214,40 +218,49 @@ def test_a_private_file_lists_what_other_files_import():
         f"fzero.{module_of(p)}": listed_names(p) for p in INSIDE if p.name.startswith("_") and p.stem != "__init__"
     }
     for path in FILES:
-        for node in ast.walk(tree_of(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module in listed:
+        for node in nodes_of(path, ast.ImportFrom):
+            if node.module in listed:
                 left_out = {alias.name for alias in node.names} - {*listed[node.module]}
                 assert not left_out, f"{path} imports {left_out}: list it in the __all__ of {node.module}"
 
 
-CONTRIBUTED = "\n".join(
-    re.findall(r"```python\n.*?```|`[^`\n]+`", (ROOT.parent / "CONTRIBUTING.md").read_text(), re.DOTALL)
-)
+CODE = r"```python\n.*?```|`[^`\n]+`"
+CONTRIBUTED = {
+    word
+    for code in re.findall(CODE, (ROOT.parent / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    for word in re.findall(r"\w+", code)
+}
 
 
 def is_named_elsewhere(place: Place) -> bool:
     """Return whether a name is an entry point's, an operation's, which graphs show, or one that contributors write."""
     name, decorators = getattr(place.node, "name", ""), getattr(place.node, "decorator_list", [])
     is_operation = any("OneNode" in ast.unparse(d) for d in decorators)
-    return name == "main" or is_operation or re.search(rf"\b{name}\b", CONTRIBUTED) is not None
+    return name == "main" or is_operation or name in CONTRIBUTED
+
+
+@functools.cache
+def attributes_read() -> set[tuple[str, str]]:
+    """Return the attributes that fzero reads, each with the last word before it, as in `schedules.NAMES`."""
+    nodes = [node for path in FILES for node in nodes_of(path, ast.Attribute)]
+    words = {ast.Name: "id", ast.Attribute: "attr"}
+    return {(getattr(node.value, words.get(type(node.value), ""), ""), node.attr) for node in nodes}
 
 
 def test_a_name_that_only_its_file_uses_has_an_underscore():
     """The others have none: another file imports them, or they are listed by a module that a user imports."""
-    nodes = [(module_of(path), node) for path in FILES for node in ast.walk(tree_of(path.read_text()))]
     imported = {
         (node.module, alias.name)
-        for _, node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module
+        for path in FILES
+        for node in nodes_of(path, ast.ImportFrom)
+        if node.module
         for alias in node.names
     }
-    read = {  # as in `_flat.view_leaves`
-        (ast.unparse(node.value).rpartition(".")[2], node.attr) for _, node in nodes if isinstance(node, ast.Attribute)
-    }
+    read = attributes_read()
     for path in FILES:
         module = module_of(path)
         is_public = not any(part.startswith("_") for part in module.split("."))
-        for name, places in symbols(tree_of(path.read_text())).items():
+        for name, places in symbols(tree_of(text_of(path))).items():
             if path.name == "__init__.py" or "." in name or name.startswith("__") or is_named_elsewhere(places[0]):
                 continue
             listed = is_public and name in listed_names(path)
@@ -264,49 +277,27 @@ def test_one_makers_devices_are_used_in_one_folder():
     """Elsewhere `torch.accelerator` serves the GPUs of all makers."""
     for path in FILES:
         if path.relative_to(ROOT).parts[0] != "_torch":
-            assert "torch.cuda" not in path.read_text(), path
+            assert "torch.cuda" not in text_of(path), path
 
 
 def test_private_torch_is_used_in_one_folder():
     for path in FILES:
         if path.parent != ROOT / "_torch":
-            text = path.read_text()
+            text = text_of(path)
             for private in ("torch._", "torch.utils._", "_functorch", "_subclasses"):
                 assert private not in text, f"{path}: {private}"
-
-
-# What the pages of `docs/api` list: names, and packages of which they show all public names.
-ON_PAGES = [
-    listed
-    for page in sorted(ROOT.parent.glob("docs/api/*.md"))
-    for listed in re.findall(r"^::: (fzero[\w.]*)$", page.read_text(), re.MULTILINE)
-]
-
-
-def public() -> list[tuple[str, object]]:
-    """Return what the pages of `docs/api` list, each with its name; of a package, all of its public names."""
-    names = {}
-    for listed in ON_PAGES:
-        try:
-            module = importlib.import_module(listed)
-        except ModuleNotFoundError:
-            module, _, name = listed.rpartition(".")
-            names[listed] = getattr(importlib.import_module(module), name)
-        else:
-            names |= {f"{listed}.{name}": getattr(module, name) for name in module.__all__}
-    return [(name, x) for name, x in names.items() if not inspect.ismodule(x)]
 
 
 @pytest.mark.parametrize("package", INITS)
 def test_public_names_are_those_on_the_pages(package):
     """A module is public if it has a page, or a page has a name within it."""
     module = importlib.import_module(f"fzero.{package}")
-    ids = {id(x) for _, x in public()}
+    ids = {id(x) for x in public_names(OF_FZERO).values()}
     documented = {
         name
         for name in [*module.__all__, *getattr(module, "INTERNAL", ())]
-        if id(getattr(module, name)) in ids
-        or any(f"{listed}.".startswith(f"fzero.{package}.{name}.") for listed in ON_PAGES)
+        if any(f"{listed}.".startswith(f"fzero.{package}.{name}.") for listed in ON_PAGES)
+        or id(getattr(module, name)) in ids
     }
     left_out, internal = {*module.__all__} - documented, documented - {*module.__all__}
     assert not left_out, f"docs/api: a line `::: NAME` for each of {left_out}, or list it in INTERNAL"
@@ -319,12 +310,11 @@ INTERNAL = [(package, name) for package, path in INITS.items() for name in liste
 def test_internal_names_are_used_by_other_packages():
     used = set()
     for path in FILES:
-        for node in ast.walk(tree_of(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and package_of(module_of(path)) != node.module[6:]:
+        for node in nodes_of(path, ast.ImportFrom):
+            if node.module and package_of(module_of(path)) != node.module[6:]:
                 used |= {(node.module[6:], alias.name) for alias in node.names}
                 used |= {tuple(node.module[6:].rsplit(".", 1))}
-            elif isinstance(node, ast.Attribute):  # `collectives.psum`, `schedules.NAMES`
-                used.add((ast.unparse(node.value), node.attr))
+    used |= attributes_read()
     unused = [
         f"fzero.{package}.{name}"
         for package, name in INTERNAL
@@ -348,49 +338,19 @@ def test_readers_are_shown_public_names():
 
 
 def test_public_names_are_documented():
-    for name, x in public():
-        if callable(x) and not isinstance(x, types.GenericAlias):
-            doc = inspect.getdoc(x) or ""
-            assert len(doc.split()) > 3, f"{name} has no docstring"
-            assert doc.split("\n")[0].endswith((".", ":")), f"{name}: the first line is a sentence"
-
-
-def test_public_functions_have_an_example():
-    without = [
-        name
-        for name, x in public()
-        if inspect.isfunction(x) and ">>>" not in (inspect.getdoc(x) or "") and not name.startswith("fzero.tree.")
-    ]
-    strategies = {f"fzero.testing.{name}" for name in ("optimizers", "stages", "trees", "world_sizes")}
-    assert set(without) <= strategies, without
-
-
-# Functions that run within a step, whose errors the step shortens; and `testing`, which shows what it tested.
-WITHIN_STEPS = ("axes", "collectives", "parallel.tensor", "parallel.experts", "random", "tree", "testing")
-WITHIN_STEPS_TOO = ("all_finite", "global_norm", "leaf_norms")
-
-
-def test_errors_of_public_functions_end_at_the_users_call():
-    """A wrapped function has `__wrapped__`."""
-    without = [
-        name
-        for name, value in public()
-        if inspect.isfunction(value)
-        and not hasattr(value, "__wrapped__")
-        and name.rpartition(".")[0].removeprefix("fzero.") not in WITHIN_STEPS
-        and name.rpartition(".")[2] not in WITHIN_STEPS_TOO
-    ]
-    assert not without, "@api_boundary"
+    """Those of the plugs, which need other libraries, have such tests in `tests/plugs`."""
+    names = public_names(OF_FZERO)
+    assert not undocumented(names) and not without_example(names) and not without_boundary(names)
 
 
 def test_a_file_is_one_idea():
     for path in FILES:
-        assert len(path.read_text().splitlines()) <= 500, path
+        assert len(text_of(path).splitlines()) <= 500, path
 
 
 def test_a_file_of_tests_is_one_idea():
-    for path in (ROOT.parent / "tests").rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 600, f"{path}: move one of its ideas to a file of its own"
+    for path in python_files("tests"):
+        assert len(text_of(path).splitlines()) <= 600, f"{path}: move one of its ideas to a file of its own"
 
 
 def titles(text: str) -> list[str]:
@@ -400,7 +360,7 @@ def titles(text: str) -> list[str]:
 
 def test_a_file_has_few_sections():
     for path in FILES:
-        result = titles(path.read_text())
+        result = titles(text_of(path))
         assert len(result) <= 2, f"{path}: move a section to a file of its own, or leave out its title: {result}"
         assert not [title for title in result if "---" in title], f"{path}: a title is a plain sentence"
     assert titles("a = 1\n\n# One.\n\nb = 2\n\n# of b\nc = 3\n") == ["# One."]
@@ -417,13 +377,9 @@ def test_a_private_file_has_a_name_of_its_own():
 
 def test_a_statement_over_several_lines_is_one_assignment_with_its_comment_above():
     for path in FILES:
-        text = path.read_text()
-        for node in ast.walk(tree_of(text)):
-            if (
-                isinstance(node, ast.Assign)
-                and isinstance(node.targets[0], ast.Tuple)
-                and isinstance(node.value, ast.Tuple)
-            ):
+        text = text_of(path)
+        for node in nodes_of(path, ast.Assign):
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 assert node.lineno == node.end_lineno, f"{path}:{node.lineno}: assign one value a line"
         late = re.search(r"^ *[\])}]+  # (?!pyright|noqa).*", text, re.MULTILINE)
         assert not late, f"{path}: put the comment above the statement: {late}"
@@ -439,8 +395,8 @@ def sentences(text: str) -> list[str]:
 
 def test_a_docstring_is_in_plain_sentences():
     for path in FILES:
-        for node in ast.walk(tree_of(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+        for node in [n for kind in (ast.Module, ast.ClassDef, ast.FunctionDef) for n in nodes_of(path, kind)]:
+            if doc := ast.get_docstring(node):
                 where = f"{path}:{getattr(node, 'lineno', 1)}"
                 assert not doc.startswith("Tell "), f"{where}: say what is returned"
                 for sentence in sentences(doc):
@@ -462,9 +418,8 @@ def test_a_class_has_a_name_of_its_own():
     """The underscore of a private class is no difference: a reader who says the name must mean one class."""
     results: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(tree_of(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                results.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
+        for node in nodes_of(path, ast.ClassDef):
+            results.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
     assert {name: files for name, files in results.items() if len(files) > 1} == {}
 
 
@@ -475,11 +430,7 @@ def test_a_word_of_the_glossary_is_defined_once():
 
 
 PAGES = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *sorted((ROOT.parent / "docs").rglob("*.md"))]
-SCRIPTS = [
-    path.relative_to(ROOT.parent).as_posix()
-    for folder in ("fzero", "tests", "examples", "benchmarks", "docs")
-    for path in (ROOT.parent / folder).rglob("*.py")
-]
+SCRIPTS = [path.relative_to(ROOT.parent).as_posix() for path in python_files()]
 FOREIGN = {"train.py", "zero_to_fp32.py"}  # the reader's script, and DeepSpeed's
 
 
@@ -537,8 +488,8 @@ def test_the_files_that_a_page_names_exist(page):
 def test_no_test_module_is_imported():
     """What several test modules share lies in a module beside them, such as a folder's `helpers.py`."""
     tests = ROOT.parent / "tests"
-    for path in [*tests.rglob("*.py"), *ROOT.parent.glob("benchmarks/**/*.py")]:
-        for node in ast.walk(tree_of(path.read_text())):
+    for path in python_files("tests", "benchmarks"):
+        for node in imports_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
                 itself = ".".join(path.relative_to(tests.parent).with_suffix("").parts)
                 modules = [node.module, *[f"{node.module}.{alias.name}" for alias in node.names]]
@@ -550,34 +501,29 @@ def test_no_test_module_is_imported():
 ALIASES = {"command", "moe", "plug", "tp"}  # short names of public modules, and of a `__main__`
 
 
-def renamed_modules(text: str) -> list[str]:
-    """List the imports of a module of fzero under another word than its own."""
+def renamed_modules(path: pathlib.Path) -> list[str]:
+    """List a file's imports of a module of fzero under another word than its own."""
     renamed = []
-    for node in ast.walk(tree_of(text)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                path = ROOT.parent.joinpath(*f"{prefix}{alias.name}".split("."))
-                is_module = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-                if path.is_relative_to(ROOT) and is_module and alias.asname not in (None, path.name, *ALIASES):
-                    renamed.append(f"{prefix}{alias.name} as {alias.asname}")
+    for node in imports_of(path):
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name, alias in [(f"{prefix}{x.name}", x.asname) for x in node.names if x.asname]:
+            module = ROOT.parent.joinpath(*name.split("."))
+            is_module = module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
+            if name.startswith("fzero.") and is_module and alias not in (module.name, *ALIASES):
+                renamed.append(f"{name} as {alias}")
     return renamed
 
 
-def test_a_module_is_imported_by_its_own_name():
-    for folder in ("fzero", "tests", "examples", "benchmarks", "docs"):
-        for path in (ROOT.parent / folder).rglob("*.py"):
-            assert not renamed_modules(path.read_text()), path
-    assert renamed_modules("import fzero.graph._ir as nodes\nfrom fzero.optim import _adam as a, adamw as b") == [
-        "fzero.graph._ir as nodes",
-        "fzero.optim._adam as a",
-    ]
+def test_a_module_is_imported_by_its_own_name(tmp_path):
+    for path in python_files():
+        assert not renamed_modules(path), path
+    script = tmp_path / "script.py"
+    script.write_text("import fzero.graph._ir as nodes\nfrom fzero.optim import _adam as a, adamw as b")
+    assert {*renamed_modules(script)} == {"fzero.graph._ir as nodes", "fzero.optim._adam as a"}
 
 
 def test_names_of_tests_have_articles_and_subjects():
-    names = re.findall(
-        r"^def (test_\w+)", "\n".join([p.read_text() for p in (ROOT.parent / "tests").rglob("*.py")]), re.M
-    )
+    names = re.findall(r"^def (test_\w+)", "\n".join(map(text_of, python_files("tests"))), re.MULTILINE)
     assert not [name for name in names if re.search(r"_a_(?!one|once|uni|use|eu|ufunc)[aeiou]", name)]
     riddles = [name for name in names if "what_is" in name or name.startswith(("test_it_", "test_they_"))]
     assert not riddles, "name the subject in place of 'what is', 'it' and 'they'"

@@ -59,7 +59,7 @@ class Change(NamedTuple):
         """
         where = symbol if self.symbol is None else self.symbol
         among = places(text, where)
-        if unknown := self.uses - known(text, among[0] if where else None):
+        if self.uses and (unknown := self.uses - known(text, among[0] if where else None)):
             raise LookupError(f"knows no {', '.join(sorted(unknown))} in {where!r}, which {self.words} uses")
         return applied(text, [self.edit(text, *found) for found in self.chosen(among, where)])
 

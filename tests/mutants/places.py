@@ -94,6 +94,7 @@ def symbols(tree: ast.Module) -> dict[str, list[Place]]:
     return found
 
 
+@functools.cache
 def places(text: str, symbol: str) -> list[Place]:
     """List the places of a symbol, in the order of the text; those of the whole file if it is empty.
 
@@ -132,6 +133,7 @@ def _bound_in(tree: ast.Module) -> set[str]:
     return {name for place in within((tree,), Scope) for name in names_bound(place.node)}
 
 
+@functools.cache
 def _bound_below(node: ast.AST) -> set[str]:
     """List the names to which a node, or what is below it, gives a value."""
     return {name for n in ast.walk(node) for name in names_bound(n)}

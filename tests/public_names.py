@@ -1,0 +1,73 @@
+"""The names that the pages of `docs/api` list, and what each of them needs."""
+
+import functools
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from tests.sources import ROOT
+
+# what the pages list: names, and modules of which they show all public names
+ON_PAGES = [
+    listed
+    for page in sorted(ROOT.glob("docs/api/*.md"))
+    for listed in re.findall(r"^::: (fzero[\w.]*)$", page.read_text(), re.MULTILINE)
+]
+OF_PLUGS = tuple(listed for listed in ON_PAGES if listed.startswith("fzero.plugs."))  # whose libraries load for seconds
+OF_FZERO = tuple(listed for listed in ON_PAGES if listed not in OF_PLUGS)
+
+# functions that run within a step, whose errors the step shortens; and `testing`, which shows what it tested
+WITHIN_STEPS = ("axes", "collectives", "parallel.tensor", "parallel.experts", "random", "tree", "testing")
+WITHIN_STEPS_TOO = ("all_finite", "global_norm", "leaf_norms")
+STRATEGIES = {f"fzero.testing.{name}" for name in ("optimizers", "stages", "trees", "world_sizes")}
+
+
+@functools.cache
+def public_names(pages: tuple[str, ...]) -> Mapping[str, Any]:
+    """Find the objects that lines of the pages list, by their names; of a module, all in its `__all__`."""
+    names = {}
+    for listed in pages:
+        try:
+            module = importlib.import_module(listed)
+        except ModuleNotFoundError:
+            module, _, name = listed.rpartition(".")
+            names[listed] = getattr(importlib.import_module(module), name)
+        else:
+            names |= {f"{listed}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: value for name, value in names.items() if not inspect.ismodule(value)}
+
+
+def undocumented(names: Mapping[str, Any]) -> list[str]:
+    """List the functions and classes without a docstring whose first line is a sentence."""
+    results = []
+    for name, value in names.items():
+        doc = inspect.getdoc(value) or ""
+        is_named = callable(value) and not isinstance(value, types.GenericAlias)
+        if is_named and (len(doc.split()) <= 3 or not doc.split("\n")[0].endswith((".", ":"))):
+            results.append(name)
+    return results
+
+
+def without_example(names: Mapping[str, Any]) -> list[str]:
+    """List the functions whose docstrings have no example, but for the walks of trees and strategies of hypothesis."""
+    return [
+        name
+        for name, value in names.items()
+        if inspect.isfunction(value) and ">>>" not in (inspect.getdoc(value) or "")
+        if not name.startswith("fzero.tree.") and name not in STRATEGIES
+    ]
+
+
+def without_boundary(names: Mapping[str, Any]) -> list[str]:
+    """List the functions that lack `@api_boundary`, by which errors end at the user's call: it sets `__wrapped__`."""
+    return [
+        name
+        for name, value in names.items()
+        if inspect.isfunction(value)
+        and not hasattr(value, "__wrapped__")
+        and name.rpartition(".")[0].removeprefix("fzero.") not in WITHIN_STEPS
+        and name.rpartition(".")[2] not in WITHIN_STEPS_TOO
+    ]
