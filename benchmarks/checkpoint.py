@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
-from fzero.checkpoint._manifest import BLOCK, File, Manifest, header, parse
+from fzero.checkpoint._manifest import PAGE_BYTES, File, Manifest, header, parse
 from fzero.checkpoint._ranges import Leaf, LeafGroup, TreeLayout
 
 LAYERS = 8
@@ -142,7 +142,7 @@ def manifest_of(ranks: int, layers: int = 96) -> bytes:
     files = []
     for r in range(ranks):
         size = len(header(layout, r)) + layout.starts(r)[-1]
-        files.append(File(size, "0123456789abcdef" * -(-size // BLOCK)))
+        files.append(File(size, "0123456789abcdef" * -(-size // PAGE_BYTES)))
     return Manifest.of("0" * 16, layout, files).encode()
 
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu.report import exit_status, write
 from benchmarks.gpu.run import ROOT, Launch, Outcome, Part, compile_all, launch, run_parts
-from tests.cuda import lane
+from tests.cuda import processes
 
 PARTS = [Part("checks", 3, 3), Part("memory", 3, 4), Part("peers", 3, 6), Part("offload", 2, 2), Part("speeds", 1)]
 PARTS += [Part("kernels", 1, 1)]
@@ -76,13 +76,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default benchmarks/gpu.md; .venv-cuda/gpu.md if nothing real is run")
     parser.add_argument("--logs", type=Path, help="a folder for what the parts print; default: it is not kept")
     args = parser.parse_args()
-    args.out = args.out or (lane.ENVIRONMENT if args.rehearse or args.toy else ROOT / "benchmarks") / "gpu.md"
+    args.out = args.out or (processes.ENVIRONMENT if args.rehearse or args.toy else ROOT / "benchmarks") / "gpu.md"
     return args
 
 
 def problem_with(args: argparse.Namespace, gpus: int) -> str:
     """Say why nothing can run here; "" if it can."""
-    if args.rehearse and not lane.is_here():
+    if args.rehearse and not processes.is_here():
         return "this torch is built without CUDA; `make gpu ARGS=--rehearse` makes an environment with one"
     return "" if gpus or args.rehearse or args.toy else NO_GPU.format(version=torch.__version__)
 
@@ -111,7 +111,7 @@ def written(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outco
 
 def rehearsal(ranks: int, cache: str) -> dict[str, str]:
     """Return the environment of a rehearsal: the CUDA without a GPU, with so many devices, and its own caches."""
-    variables = lane.variables(lazy=True) | {"CUDA_LOG_DEVICES": str(ranks), "TORCHINDUCTOR_CACHE_DIR": cache}
+    variables = processes.variables(lazy=True) | {"CUDA_LOG_DEVICES": str(ranks), "TORCHINDUCTOR_CACHE_DIR": cache}
     return {name: value for name, value in variables.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 
 

@@ -17,7 +17,7 @@ from fzero._torch.accelerator import (
     without_autocast,
     without_autocast_cache,
 )
-from fzero._torch.attention import attention_block, attention_block_grad
+from fzero._torch.attention import partial_attention, partial_attention_grad
 from fzero._torch.compiler import (
     Form,
     compile_threads,
@@ -97,8 +97,6 @@ __all__ = [
     "allow_in_graph",
     "apply_to_groups",
     "assume_constant_result",
-    "attention_block",
-    "attention_block_grad",
     "autocast_kinds",
     "buffers_of",
     "c10d",
@@ -138,6 +136,8 @@ __all__ = [
     "local_accelerator",
     "matrix_workspace_bytes",
     "memory_like",
+    "partial_attention",
+    "partial_attention_grad",
     "pickle_graphs",
     "profiling",
     "pytree",

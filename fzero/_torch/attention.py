@@ -1,17 +1,17 @@
-"""Attention of a block of queries to a block of keys, with the log of the sum of exponentials, by torch's kernels."""
+"""Attention of queries to a part of the keys, with the log of the sum of exponentials, by torch's kernels."""
 
 import math
 from typing import Any
 
 import torch
 
-__all__ = ["attention_block", "attention_block_grad"]
+__all__ = ["partial_attention", "partial_attention_grad"]
 
 _aten: Any = torch.ops.aten
-_Block = tuple[torch.Tensor, torch.Tensor]
+_Partial = tuple[torch.Tensor, torch.Tensor]
 
 
-def attention_block(
+def partial_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -19,8 +19,8 @@ def attention_block(
     causal: bool,
     scale: float,
     softcap: float | None = None,
-) -> _Block:
-    """Attend to a block of keys.
+) -> _Partial:
+    """Attend to a part of the keys.
 
     Args:
         q: `[b, h, t, d]`.
@@ -48,7 +48,7 @@ def attention_block(
     return out, log_sum if keep is None else torch.where(keep.any(-1), log_sum, -math.inf)
 
 
-def attention_block_grad(
+def partial_attention_grad(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,19 +60,19 @@ def attention_block_grad(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the share of a block of keys in the gradients of q, k and v.
+    """Return the share of a part of the keys in the gradients of q, k and v.
 
     Args:
         grad: the gradient of `out`.
-        q: as in `attention_block`.
-        k: as in `attention_block`.
-        v: as in `attention_block`.
-        keep: as in `attention_block`.
-        out: the result of attention to all blocks of keys.
-        log_sum: the log of the sum of exponentials over all blocks of keys.
-        causal: as in `attention_block`.
-        scale: as in `attention_block`.
-        softcap: as in `attention_block`.
+        q: as in `partial_attention`.
+        k: as in `partial_attention`.
+        v: as in `partial_attention`.
+        keep: as in `partial_attention`.
+        out: the result of attention to all keys.
+        log_sum: the log of the sum of exponentials over all keys.
+        causal: as in `partial_attention`.
+        scale: as in `partial_attention`.
+        softcap: as in `partial_attention`.
     """
     if softcap is not None:
         return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, softcap)
@@ -138,7 +138,7 @@ def _by_definition(
     causal: bool,
     scale: float,
     softcap: float | None,
-) -> _Block:
+) -> _Partial:
     wide_q, wide_k, wide_v = _wide(q, k, v)
     scores = _scores(wide_q, wide_k, keep, causal, scale, softcap)
     log_sum = scores.logsumexp(-1)
@@ -159,7 +159,7 @@ def _grad_by_definition(
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FlashAttention's algorithm 4 (arXiv:2205.14135), for one block."""
+    """FlashAttention's algorithm 4 (arXiv:2205.14135), for a part of the keys."""
     dtypes = q.dtype, k.dtype, v.dtype
     grad, q, k, v, out = _wide(grad, q, k, v, out)
     scores = _scores(q, k, keep, causal, scale, softcap)

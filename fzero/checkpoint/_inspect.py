@@ -11,12 +11,12 @@ import torch
 
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
-from fzero.checkpoint._blocks import BlockRange, full_block
+from fzero.checkpoint._chunks import ChunkRange, full_chunk
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
-from fzero.checkpoint._load import ReadRequest, read_blocks, read_requests
-from fzero.checkpoint._manifest import BLOCK, NAMES, Manifest
+from fzero.checkpoint._load import ReadRequest, read_pages, read_requests
+from fzero.checkpoint._manifest import NAMES, PAGE_BYTES, Manifest
 from fzero.checkpoint._ranges import Leaf, TreeLayout
 from fzero.checkpoint._tensor_bytes import view_bytes
 
@@ -101,20 +101,20 @@ def _fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) ->
     if not x.numel():  # nothing is read, so only the files' sizes show whether the leaf has no elements
         for rank in range(manifest.layout.ranks):
             manifest.base(rank)
-    for writer, request in read_requests(manifest, index, BlockRange(full_block(tuple(x.shape)), 0, x.numel()), x, 0):
+    for writer, request in read_requests(manifest, index, ChunkRange(full_chunk(tuple(x.shape)), 0, x.numel()), x, 0):
         by_file.setdefault(writer, []).append(request)
     for writer, requests in sorted(by_file.items()):
-        read_blocks(files, manifest, writer, requests)
+        read_pages(files, manifest, writer, requests)
     return x
 
 
 @api_boundary
 def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, total: None) -> int:
-    """Read all files of a checkpoint, and check each block's checksum.
+    """Read all files of a checkpoint, and check each page's checksum.
 
     Args:
         path: the folder or URL of the checkpoint.
-        progress: called after each block with the bytes read so far and the bytes of all files.
+        progress: called after each page with the bytes read so far and the bytes of all files.
 
     Returns:
         The number of bytes read.
@@ -132,20 +132,20 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
     """
     files = files_at(path)
     manifest, nbytes = read_complete(files), 0
-    for rank, at, size in _blocks(manifest.layout, manifest):
-        block = torch.empty(size, dtype=torch.uint8, device="cpu")
-        read_blocks(files, manifest, rank, [ReadRequest(at, size, block, 0)])
+    for rank, at, size in _pages(manifest.layout, manifest):
+        page = torch.empty(size, dtype=torch.uint8, device="cpu")
+        read_pages(files, manifest, rank, [ReadRequest(at, size, page, 0)])
         nbytes += size
         progress(nbytes, manifest.nbytes)
     return nbytes
 
 
-def _blocks(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
-    """Yield each block of each rank's file: the rank, and the block's first byte and size."""
+def _pages(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+    """Yield each page of each rank's file: the rank, and the page's first byte and size."""
     for rank in range(layout.ranks):
         size = manifest.files[rank].size
-        for at in range(0, size, BLOCK):
-            yield rank, at, min(BLOCK, size - at)
+        for at in range(0, size, PAGE_BYTES):
+            yield rank, at, min(PAGE_BYTES, size - at)
 
 
 # Differences between two checkpoints, whatever ranks and stages wrote them. One leaf of each is in memory at a time.

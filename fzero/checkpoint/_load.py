@@ -10,12 +10,12 @@ from fzero._notice import trouble_link
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._blocks import BlockRange, runs
+from fzero.checkpoint._chunks import ChunkRange, runs
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._json_values import is_none, paths_of, values_like
 from fzero.checkpoint._local_tree import LocalTree, is_entry, local_tree
-from fzero.checkpoint._manifest import BLOCK, Manifest, layout_text, read_manifest, xxh3_checksum
+from fzero.checkpoint._manifest import PAGE_BYTES, Manifest, layout_text, read_manifest, xxh3_checksum
 from fzero.checkpoint._ranges import TreeLayout
 from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._shared_memory import SharedMemory
@@ -24,7 +24,7 @@ from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 from fzero.tree import Tree
 
-__all__ = ["ReadRequest", "load", "load_files", "read_blocks", "read_requests"]
+__all__ = ["ReadRequest", "load", "load_files", "read_pages", "read_requests"]
 
 
 @api_boundary
@@ -216,7 +216,7 @@ def _by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest
 def _fill(files: Files, manifest: Manifest, local: LocalTree, by_file: dict[int, list[ReadRequest]]) -> None:
     """Read all ranges that this process holds, file by file."""
     for writer, requests in sorted(by_file.items()):
-        read_blocks(files, manifest, writer, requests)
+        read_pages(files, manifest, writer, requests)
     for memory in local.memory:
         for x in memory.tensors():
             if not x.is_inference():
@@ -224,7 +224,7 @@ def _fill(files: Files, manifest: Manifest, local: LocalTree, by_file: dict[int,
 
 
 def read_requests(
-    manifest: Manifest, leaf: int, target: BlockRange, x: torch.Tensor, first: int
+    manifest: Manifest, leaf: int, target: ChunkRange, x: torch.Tensor, first: int
 ) -> Iterator[tuple[int, ReadRequest]]:
     """Find the parts of files that hold a range of a leaf. The range begins at element `first` of the tensor `x`.
 
@@ -238,21 +238,21 @@ def read_requests(
             yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
 
 
-def read_blocks(files: Files, manifest: Manifest, rank: int, requests: Sequence[ReadRequest]) -> None:
-    """Read parts of a rank's file into tensors, a block at a time, and check each block's checksum.
+def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[ReadRequest]) -> None:
+    """Read parts of a rank's file into tensors, a page at a time, and check each page's checksum.
 
     Raises:
         DamagedError: if the file is missing or truncated, or a checksum differs. The message names the file and leaves.
     """
-    name, file, scratch = manifest.names[rank], manifest.files[rank], bytearray(BLOCK)
+    name, file, scratch = manifest.names[rank], manifest.files[rank], bytearray(PAGE_BYTES)
     batch = sorted(requests, key=lambda request: request.offset)
     while batch:
         batch, rest = _split_overlapping(batch)
-        for block, parts in _by_block(batch):
-            start, stop = block * BLOCK, min(block * BLOCK + BLOCK, file.size)
+        for page, parts in _by_page(batch):
+            start, stop = page * PAGE_BYTES, min(page * PAGE_BYTES + PAGE_BYTES, file.size)
             views, finish = _views(parts, start, stop, memoryview(scratch))
             files.read_into(name, start, views)
-            if xxh3_checksum(views) != file.sum(block):
+            if xxh3_checksum(views) != file.sum(page):
                 raise DamagedError(
                     f"{files.path!r}: {name} is damaged: bytes {start} to {stop} are not what was written"
                     + _leaf_names(manifest, rank, start, stop)
@@ -273,29 +273,29 @@ def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadReques
     return batch, rest
 
 
-def _by_block(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadRequest]]]:
-    """Split sorted reads at block boundaries, and yield the reads of each block."""
+def _by_page(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadRequest]]]:
+    """Split sorted reads at page boundaries, and yield the reads of each page."""
     parts: list[ReadRequest] = []
-    block = -1
+    page = -1
     for request in requests:
         at, start = request.offset, request.start
         while at < request.offset + request.nbytes:
-            if at // BLOCK != block:
+            if at // PAGE_BYTES != page:
                 if parts:
-                    yield block, parts
-                block = at // BLOCK
+                    yield page, parts
+                page = at // PAGE_BYTES
                 parts = []
-            n = min(request.offset + request.nbytes, (block + 1) * BLOCK) - at
+            n = min(request.offset + request.nbytes, (page + 1) * PAGE_BYTES) - at
             parts.append(ReadRequest(at, n, request.tensor, start))
             at, start = at + n, start + n // request.tensor.element_size()
     if parts:
-        yield block, parts
+        yield page, parts
 
 
 def _views(
     parts: Sequence[ReadRequest], start: int, stop: int, scratch: memoryview
 ) -> tuple[list[memoryview], list[Callable[[], None]]]:
-    """List the buffers for a block's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""
+    """List the buffers for a page's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""
     views = list[memoryview]()
     finish = list[Callable[[], None]]()
     at = start

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.checkpoint._blocks import BlockRange
+from fzero.checkpoint._chunks import ChunkRange
 from fzero.checkpoint._json_values import is_json
 from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint._ranges import Leaf, LeafGroup, LeafPiece, TreeLayout
@@ -199,12 +199,12 @@ class _BoxMemory:
         if len(self.pieces) == 1:
             yield LocalPiece(piece, self.pieces[0][row], piece.offset)
             return
-        first, (block, start, _) = 0, piece.range
+        first, (chunk, start, _) = 0, piece.range
         for x in self.pieces:
             a, b = max(piece.offset, first), min(piece.offset + piece.numel, first + x.shape[-1])
             if a < b:
-                block_range = BlockRange(block, start + a - piece.offset, start + b - piece.offset)
-                yield LocalPiece(piece._replace(range=block_range, offset=a), x[row], a - first)
+                chunk_range = ChunkRange(chunk, start + a - piece.offset, start + b - piece.offset)
+                yield LocalPiece(piece._replace(range=chunk_range, offset=a), x[row], a - first)
             first += x.shape[-1]
 
     def tensors(self) -> list[torch.Tensor]:

@@ -24,10 +24,10 @@ from fzero.checkpoint._ranges import ALIGNMENT, Leaf, LeafGroup, TreeLayout
 from fzero.sharding import Split
 
 __all__ = [
-    "BLOCK",
     "DTYPES",
     "MANIFEST",
     "NAMES",
+    "PAGE_BYTES",
     "File",
     "Manifest",
     "data_name",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 MANIFEST = "manifest.json"
-BLOCK = 1 << 22  # bytes of a file that one checksum covers
+PAGE_BYTES = 1 << 22  # bytes of a file that one checksum covers
 _FORMAT, _VERSION = "fzero checkpoint", 2  # in version 1 all ranks hold all groups
 _LIMIT = 1 << 48  # an upper bound of every number in a manifest: elements, bytes, ranks
 _DIMS = 64  # torch's own limit
@@ -73,15 +73,15 @@ class File(NamedTuple):
 
     Attributes:
         size: its size in bytes.
-        sums: the XXH3 checksum of each of its blocks, 16 hexadecimal digits each.
+        sums: the XXH3 checksum of each of its pages, 16 hexadecimal digits each.
     """
 
     size: int
     sums: str
 
-    def sum(self, block: int) -> str:
-        """Return the checksum of a block."""
-        return self.sums[16 * block : 16 * block + 16]
+    def sum(self, page: int) -> str:
+        """Return the checksum of a page."""
+        return self.sums[16 * page : 16 * page + 16]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Manifest:
             "written": self.timestamp,
             "nonce": self.nonce,
             **_layout_fields(self.layout),
-            "block": BLOCK,
+            "block": PAGE_BYTES,
             "files": [list(f) for f in self.files],
         }
         return json.dumps(body, separators=(",", ":")).encode()
@@ -171,7 +171,7 @@ def _layout_fields(layout: TreeLayout) -> dict[str, Any]:
     for g in layout.groups:
         split = [[s.axis, s.size, list(s.dims)] for s in g.split]
         rest = [split, [list(x) for x in g.coordinates], list(g.copies)]
-        groups.append([list(g.leaves), list(g.axes), g.shard, *(rest if g.coordinates else rest[: bool(split)])])
+        groups.append([list(g.leaves), list(g.axes), g.shard_numel, *(rest if g.coordinates else rest[: bool(split)])])
     return {
         "mesh": [list(axis) for axis in layout.mesh],
         "leaves": [[x.path, NAMES[x.dtype], list(x.shape), *([1] if x.per_rank else [])] for x in layout.leaves],
@@ -261,7 +261,7 @@ def parse(data: bytes) -> Manifest:
         raise _FormatError(str(error)) from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise _FormatError(f"its format is not {_FORMAT!r}")
-    if body.get("version") not in range(1, _VERSION + 1) or body.get("block") != BLOCK:
+    if body.get("version") not in range(1, _VERSION + 1) or body.get("block") != PAGE_BYTES:
         raise CheckpointError(
             f"it has version {body.get('version')!r}: this fzero reads versions up to {_VERSION}; install a newer one"
         )
@@ -304,7 +304,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     _check(len(files) == layout.ranks, f"it has {len(files)} files for {layout.ranks} ranks")
     for r, f in enumerate(files):
         _check(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
-        _check(len(f.sums) == 16 * -(-f.size // BLOCK), f"file {r} has {len(f.sums) // 16} checksums")
+        _check(len(f.sums) == 16 * -(-f.size // PAGE_BYTES), f"file {r} has {len(f.sums) // 16} checksums")
     # so that no leaf is larger than the files on disk; each file's size is checked when it is read
     _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
     date = body["written"]
@@ -350,5 +350,5 @@ def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any
     ranks = 1
     for name in group.axes:
         ranks *= mesh[name]
-    _check(group.shard * ranks >= numel and (group.shard > 0 or not numel), "a group has too few shards")
+    _check(group.shard_numel * ranks >= numel and (group.shard_numel > 0 or not numel), "a group has too few shards")
     return group

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._blocks import Block, BlockRange, full_block
+from fzero.checkpoint._chunks import Chunk, ChunkRange, full_chunk
 from fzero.ranks import index_along
 from fzero.sharding import Split
 
@@ -58,7 +58,7 @@ class LeafGroup(NamedTuple):
     Attributes:
         leaves: the indices of the leaves.
         axes: the axes that the group is sharded over; none if each rank holds the whole group.
-        shard: elements of a shard, padding included.
+        shard_numel: elements of a shard, padding included.
         split: the axes along which each leaf is split before the leaves are concatenated.
         coordinates: the ranks that hold the group, as coordinates along some axes; empty if all ranks hold it. Ranks
             at other coordinates have other groups: each stage of a pipeline has its own blocks.
@@ -67,7 +67,7 @@ class LeafGroup(NamedTuple):
 
     leaves: tuple[int, ...]
     axes: tuple[str, ...]
-    shard: int
+    shard_numel: int
     split: tuple[Split, ...] = ()
     coordinates: tuple[tuple[str, int], ...] = ()
     copies: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class LeafPiece(NamedTuple):
 
     leaf: int
     group: int
-    range: BlockRange
+    range: ChunkRange
     offset: int
 
     @property
@@ -183,8 +183,8 @@ class TreeLayout:
         group, end = self.groups[g], self.offsets[g][-1]
         if any(self.index((name,), rank) != coordinate for name, coordinate in group.coordinates):
             return 0, 0
-        start = self.index(group.axes, rank) * group.shard
-        return min(start, end), min(start + group.shard, end)
+        start = self.index(group.axes, rank) * group.shard_numel
+        return min(start, end), min(start + group.shard_numel, end)
 
     def owned_span(self, g: int, rank: int) -> tuple[int, int]:
         """Return the range of a group that a rank writes. Ranks that hold the same elements write equal parts."""
@@ -194,13 +194,13 @@ class TreeLayout:
         first = min(start + self.index(shared_axes, rank) * k, stop)
         return first, min(first + k, stop)
 
-    def block(self, g: int, position: int, rank: int) -> Block:
+    def chunk(self, g: int, position: int, rank: int) -> Chunk:
         """Return a rank's part of the leaf at a position in a group."""
-        block = list(full_block(self.part_shape(g, position)))
+        chunk = list(full_chunk(self.part_shape(g, position)))
         for s in self.groups[g].split:  # several axes may split one dimension, the slowest first
-            offset, size = block[s.dims[position]]
-            block[s.dims[position]] = (offset * s.size + self.index((s.axis,), rank), size)
-        return tuple([(index * size, size) for index, size in block])
+            offset, size = chunk[s.dims[position]]
+            chunk[s.dims[position]] = (offset * s.size + self.index((s.axis,), rank), size)
+        return tuple([(index * size, size) for index, size in chunk])
 
     def local_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List the pieces that a rank holds."""
@@ -219,8 +219,8 @@ class TreeLayout:
         for position, i in enumerate(self.groups[g].leaves):
             a, b = max(start, offsets[position]), min(stop, offsets[position + 1])
             if a < b and position not in skip:
-                block_range = BlockRange(self.block(g, position, rank), a - offsets[position], b - offsets[position])
-                yield LeafPiece(i, g, block_range, a - base)
+                chunk_range = ChunkRange(self.chunk(g, position, rank), a - offsets[position], b - offsets[position])
+                yield LeafPiece(i, g, chunk_range, a - base)
 
     @cached_property
     def order(self) -> list[int]:
@@ -249,33 +249,40 @@ class TreeLayout:
         starts[-1] = at
         return starts
 
-    def writers(self, i: int, target: BlockRange) -> Iterator[tuple[int, int, BlockRange]]:
+    def writers(self, i: int, target: ChunkRange) -> Iterator[tuple[int, int, ChunkRange]]:
         """Find the ranks that write the elements of a range of a leaf.
 
         Yields:
             A rank, the byte at which its elements begin in its file's data, and the range of the leaf that it writes.
         """
         g, position = self.home[i]
+        first, last = self.offsets[g][position : position + 2]  # of the leaf in the concatenated group
+        for rank, chunk in self._owners(g, position, target):
+            start, stop = self.owned_span(g, rank)
+            begin, end = max(start, first), min(stop, last)
+            before = self._count_written(g, begin) - self._count_written(g, start)
+            yield rank, self.starts(rank)[g] + before * self.itemsize(g), ChunkRange(chunk, begin - first, end - first)
+
+    def _owners(self, g: int, position: int, target: ChunkRange) -> Iterator[tuple[int, Chunk]]:
+        """Yield each rank that writes elements of a range of a leaf, with the chunk of the leaf that the rank holds."""
         group, shared_axes = self.groups[g], self.replicated_axes(g)
-        offset, numel = self.offsets[g][position], self.offsets[g][position + 1] - self.offsets[g][position]
-        splits = tuple([s.axis for s in group.split])
-        coordinates = [((name,), i) for name, i in group.coordinates]
-        for part in range(self.size(splits)):
-            block = self.block(g, position, self.rank((splits, part), (group.axes, 0), (shared_axes, 0), *coordinates))
-            low, high = (target.start, target.stop) if block == target.block else (0, numel)
-            if not _intersect(block, target.block):
+        split_axes = tuple([s.axis for s in group.split])
+        stage = [((name,), coordinate) for name, coordinate in group.coordinates]
+
+        def rank_at(part: int, shard: int, writer: int) -> int:
+            return self.rank((split_axes, part), (group.axes, shard), (shared_axes, writer), *stage)
+
+        first, last = self.offsets[g][position : position + 2]
+        for part in range(self.size(split_axes)):
+            chunk = self.chunk(g, position, rank_at(part, 0, 0))
+            if not _intersect(chunk, target.chunk):
                 continue
-            for shard in _between(offset + low, offset + high, group.shard):
-                first = self.rank((splits, part), (group.axes, shard), (shared_axes, 0), *coordinates)
-                start, stop = self.local_span(g, first)
-                k = -(-(stop - start) // self.size(shared_axes))
-                for j in _between(max(offset + low, start) - start, min(offset + high, stop) - start, k):
-                    rank = self.rank((splits, part), (group.axes, shard), (shared_axes, j), *coordinates)
-                    a, b = self.owned_span(g, rank)
-                    begin, end = max(a, offset), min(b, offset + numel)
-                    before = self._count_written(g, begin) - self._count_written(g, a)
-                    at = self.starts(rank)[g] + before * self.itemsize(g)
-                    yield rank, at, BlockRange(block, begin - offset, end - offset)
+            low, high = (first + target.start, first + target.stop) if chunk == target.chunk else (first, last)
+            for shard in _between(low, high, group.shard_numel):
+                start, stop = self.local_span(g, rank_at(part, shard, 0))
+                written = -(-(stop - start) // self.size(shared_axes))  # by each of the ranks that hold the shard
+                for writer in _between(max(low, start) - start, min(high, stop) - start, written):
+                    yield rank_at(part, shard, writer), chunk
 
 
 def _between(start: int, stop: int, size: int) -> range:
@@ -283,6 +290,6 @@ def _between(start: int, stop: int, size: int) -> range:
     return range(start // size, -(-stop // size)) if start < stop else range(0)
 
 
-def _intersect(one: Block, other: Block) -> bool:
-    """Return whether two blocks of a tensor have an element in common."""
+def _intersect(one: Chunk, other: Chunk) -> bool:
+    """Return whether two chunks of a tensor have an element in common."""
     return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(one, other, strict=True))

@@ -20,8 +20,8 @@ from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
 from fzero.checkpoint._manifest import (
-    BLOCK,
     MANIFEST,
+    PAGE_BYTES,
     File,
     Manifest,
     data_name,
@@ -32,7 +32,7 @@ from fzero.checkpoint._manifest import (
 )
 from fzero.checkpoint._ranges import TreeLayout
 from fzero.checkpoint._shared_memory import SharedMemory
-from fzero.checkpoint._tensor_bytes import chunks, view_or_chunks
+from fzero.checkpoint._tensor_bytes import byte_views, view_or_parts
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 from fzero.tree import Tree
 
@@ -230,9 +230,9 @@ def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int,
         copies[rank] = []
         for x, start, stop in rows:
             first = at
-            for chunk in view_or_chunks(x, start, stop):
-                buffer[at : at + chunk.nbytes].copy_(chunk.view(torch.uint8), non_blocking=True)
-                at += chunk.nbytes
+            for part in view_or_parts(x, start, stop):
+                buffer[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
+                at += part.nbytes
             copies[rank].append((buffer, first, at))
     wait_for_device()  # for the copies to the host
     return copies
@@ -319,40 +319,40 @@ def _is_data_file(name: str) -> bool:
 
 
 def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRange]) -> File:
-    """Write a file, and compute the checksum of each block."""
+    """Write a file, and compute the checksum of each page."""
     size = 0
     sums: list[str] = []
 
-    def blocks() -> Iterator[list[memoryview]]:
+    def pages() -> Iterator[list[memoryview]]:
         nonlocal size
-        for block in _in_blocks(head, ranges):
-            sums.append(xxh3_checksum(block))
-            size += sum(len(view) for view in block)
-            yield block
+        for page in _in_pages(head, ranges):
+            sums.append(xxh3_checksum(page))
+            size += sum(len(view) for view in page)
+            yield page
 
-    files.write(name, blocks())
+    files.write(name, pages())
     return File(size, "".join(sums))
 
 
-def _in_blocks(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of a file in blocks of `BLOCK` bytes; the last one may be shorter."""
-    block = list[memoryview]()
-    space = BLOCK
+def _in_pages(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
+    """Yield the bytes of a file in pages of `PAGE_BYTES` bytes; the last one may be shorter."""
+    page = list[memoryview]()
+    space = PAGE_BYTES
 
     def views() -> Iterator[memoryview]:
         yield memoryview(head)
         for x, start, stop in ranges:
-            yield from chunks(x, start, stop)
+            yield from byte_views(x, start, stop)
 
     for view in views():
         rest = view
         while len(rest):
-            block.append(rest[:space])
-            space -= len(block[-1])
-            rest = rest[len(block[-1]) :]
+            page.append(rest[:space])
+            space -= len(page[-1])
+            rest = rest[len(page[-1]) :]
             if not space:
-                yield block
-                block = []
-                space = BLOCK
-    if block:
-        yield block
+                yield page
+                page = []
+                space = PAGE_BYTES
+    if page:
+        yield page

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fzero._notice import warn_once
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
-from fzero.checkpoint._manifest import BLOCK, MANIFEST, Manifest, data_name, parse
+from fzero.checkpoint._manifest import MANIFEST, PAGE_BYTES, Manifest, data_name, parse
 from fzero.checkpoint._tensor_bytes import view_bytes
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
@@ -172,11 +172,11 @@ class SharedMemory(LocalFolder):
             work.wait()
 
     def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
-        """Send a file to a rank: its size, and then its blocks. For None send the size 0 alone."""
+        """Send a file to a rank: its size, and then its pages. For None send the size 0 alone."""
         size = 0 if name is None else os.path.getsize(self._at(name))
         messages = [torch.tensor([size], device="cpu")]
         if size and name is not None:
-            messages += torch.from_file(self._at(name), size=size, dtype=torch.uint8).split(BLOCK)
+            messages += torch.from_file(self._at(name), size=size, dtype=torch.uint8).split(PAGE_BYTES)
         return [(dist.isend(x, to, group=self.hosts.group), x) for x in messages]
 
     def _receive(self, name: str, source: int) -> None:
@@ -185,10 +185,10 @@ class SharedMemory(LocalFolder):
         dist.recv(size, source, group=self.hosts.group)
         self.make()
         with open(self._at(f".{name}.tmp"), "wb") as f:
-            for at in range(0, int(size), BLOCK):
-                block = torch.empty(min(BLOCK, int(size) - at), dtype=torch.uint8, device="cpu")
-                dist.recv(block, source, group=self.hosts.group)
-                f.write(view_bytes(block))
+            for at in range(0, int(size), PAGE_BYTES):
+                page = torch.empty(min(PAGE_BYTES, int(size) - at), dtype=torch.uint8, device="cpu")
+                dist.recv(page, source, group=self.hosts.group)
+                f.write(view_bytes(page))
         if int(size):
             os.rename(self._at(f".{name}.tmp"), self._at(name))
 

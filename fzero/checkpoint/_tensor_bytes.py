@@ -8,7 +8,7 @@ import torch
 
 from fzero.sharding import slice_elements
 
-__all__ = ["chunks", "is_direct", "view_bytes", "view_or_chunks"]
+__all__ = ["byte_views", "is_direct", "view_bytes", "view_or_parts"]
 
 
 _CHUNK = 1 << 22  # bytes of a copy
@@ -29,18 +29,18 @@ def is_direct(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.is_contiguous() and not (x.is_conj() or x.is_neg())
 
 
-def chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
+def byte_views(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
     """Yield the bytes of a tensor's elements from `start` to before `stop`, in row-major order."""
     if is_direct(x):
         yield view_bytes(x.view(-1)[start:stop])
         return
     step = max(_CHUNK // x.element_size(), 1)
     for at in range(start, stop, step):
-        for part in view_or_chunks(x, at, min(at + step, stop)):
+        for part in view_or_parts(x, at, min(at + step, stop)):
             yield view_bytes(part.cpu())
 
 
-def view_or_chunks(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+def view_or_parts(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield a tensor's elements from `start` to before `stop`, contiguous: one view, or small copies in turn."""
     if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield x.view(-1)[start:stop]

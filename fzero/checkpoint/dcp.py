@@ -36,7 +36,7 @@ from fzero._torch import load_metadata, pytree
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
-from fzero.checkpoint._blocks import rectangles
+from fzero.checkpoint._chunks import rectangles
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._local_tree import LeafSource, LocalPiece, LocalTree, is_entry, local_tree
@@ -171,9 +171,9 @@ def _chunks(local: LocalTree, pieces_of: Callable[[int], Iterator[LocalPiece]]) 
     by_leaf: dict[int, dict[Any, _Chunk]] = {}
     for rank in local.ranks:
         for piece, x, at in pieces_of(rank):
-            block, start, stop = piece.range
-            for r in rectangles(tuple([size for _, size in block]), start, stop):
-                offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, block, strict=True)])
+            extent, start, stop = piece.range
+            for r in rectangles(tuple([size for _, size in extent]), start, stop):
+                offsets = torch.Size([a + b for a, (b, _) in zip(r.offsets, extent, strict=True)])
                 chunk = _Chunk(offsets, torch.Size(r.sizes), x.detach(), at + r.flat - start)
                 key = (offsets, chunk.sizes, x.data_ptr(), chunk.offset)
                 by_leaf.setdefault(piece.leaf, {}).setdefault(key, chunk)

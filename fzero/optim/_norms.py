@@ -29,7 +29,7 @@ from fzero.tree import Tree
 
 __all__ = ["clip", "clip_by_block_rms", "clip_by_expert", "clip_by_global_norm", "leaf_norms", "leaf_rms"]
 
-_LANES = 256  # partial sums per leaf: adding a million float32 squares one after the other would lose digits
+_PARTIAL_SUMS = 256  # partial sums per leaf: adding a million float32 squares one after the other would lose digits
 
 
 def leaf_norms(values: Tree) -> Tree:
@@ -97,9 +97,9 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
     check_on_device(box, "a norm of leaves")
     squares = at_least_float32(box.data).square()
     rows = len(traced_spec(box.spec_id).shapes) + 1  # the last row is padding
-    lane = torch.arange(len(squares), device=squares.device) % _LANES
-    bins = segment_ids(box.spec_id, squares.device) * _LANES + lane
-    return squares.new_zeros(rows * _LANES).index_add(0, bins, squares).view(rows, _LANES).sum(1)[:-1]
+    column = torch.arange(len(squares), device=squares.device) % _PARTIAL_SUMS
+    bins = segment_ids(box.spec_id, squares.device) * _PARTIAL_SUMS + column
+    return squares.new_zeros(rows * _PARTIAL_SUMS).index_add(0, bins, squares).view(rows, _PARTIAL_SUMS).sum(1)[:-1]
 
 
 # Clipping: by value, by the norm of the whole tree, by the size of each leaf.
@@ -195,7 +195,7 @@ def clip_by_block_rms(threshold: Scalar) -> Optimizer:
 # Clipping by the norm of each expert: an expert is an index of dimension 0 of the leaves that hold all experts.
 
 
-_EXPERT_LANES = 16  # partial sums of each expert's row, as `_LANES` of a leaf
+_EXPERT_SUMS = 16  # partial sums of each expert's row, as `_PARTIAL_SUMS` of a leaf
 _NO_EXPERT_DIM = "leaf {!r} has no dimension of experts: name another part of the path in names="
 
 
@@ -336,11 +336,11 @@ def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.
     """Return for each leaf with experts the axes to sum its rows over, its layer, and its rows' sums of squares."""
     spec, box = traced_spec(u.unit.spec_id), u.unit.shard
     squares = at_least_float32(box.data).square()
-    lane = torch.arange(len(squares), device=squares.device) % _EXPERT_LANES
-    total = squares.new_zeros((u.first[-1] + 1) * _EXPERT_LANES).index_add(
-        0, _row_ids(u) * _EXPERT_LANES + lane, squares
+    column = torch.arange(len(squares), device=squares.device) % _EXPERT_SUMS
+    total = squares.new_zeros((u.first[-1] + 1) * _EXPERT_SUMS).index_add(
+        0, _row_ids(u) * _EXPERT_SUMS + column, squares
     )
-    rows = total.view(-1, _EXPERT_LANES).sum(1)
+    rows = total.view(-1, _EXPERT_SUMS).sum(1)
     sums: list[tuple[tuple[str, ...], str, torch.Tensor]] = []
     for i, layer in enumerate(u.layers):
         if layer is not None:

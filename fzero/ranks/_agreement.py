@@ -65,8 +65,8 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
     return texts
 
 
-# A tensor is read in blocks of this many int32 words, 256 KiB, which fit into a core's cache. The number is 4 times a
-# prime. So a regular pattern, such as a column, does not hit one word of each block, and 16-byte elements fill a block.
+# A tensor is read in rows of this many int32 words, 256 KiB, which fit into a core's cache. The number is 4 times a
+# prime. So a regular pattern, such as a column, does not hit one word of each row, and 16-byte elements fill a row.
 _WORDS = 4 * 16381
 _FACTOR = 747796405  # odd, so that a product modulo 2**32 loses no bits of a word
 _SCRAMBLE = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
@@ -75,7 +75,7 @@ _SCRAMBLE = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
 def checksum(x: torch.Tensor) -> torch.Tensor:
     """Return a number that depends on a tensor's bits and their order: an int64 tensor of shape [].
 
-    It reads the tensor once, and needs memory for a few blocks, for any size, strides and dtype. It depends on bits, so
+    It reads the tensor once, and needs memory for a few rows, for any size, strides and dtype. It depends on bits, so
     a nan equals itself, and 0.0 differs from -0.0.
     """
     words = _fold(x.detach())
@@ -85,21 +85,21 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
-    """Return the int32 sum of a tensor's blocks, each multiplied by a power of `_FACTOR` that depends on its index."""
+    """Return the int32 sum of rows of words, each multiplied by a power of `_FACTOR` that depends on its index."""
     total = torch.empty(0, dtype=torch.int32, device=x.device)
-    for i, block in enumerate(_blocks(x)):
+    for i, row in enumerate(_rows(x)):
         if i == 0:
-            total = block
+            total = row
             continue
         if i == 1:
-            total = total.clone()  # the first block may be a view of x
-        part = total[: len(block)]
-        torch.add(block, part, alpha=_FACTOR, out=part)
+            total = total.clone()  # the first row may be a view of x
+        part = total[: len(row)]
+        torch.add(row, part, alpha=_FACTOR, out=part)
     return total
 
 
-def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor's bytes as int32 words, one block at a time."""
+def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's bytes as int32 words, one row at a time."""
     is_aligned = x.nbytes % 4 == x.storage_offset() * x.element_size() % 4 == 0
     if is_aligned and x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
         yield from x.view(-1).view(torch.int32).split(_WORDS)
@@ -110,7 +110,7 @@ def _blocks(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a block `[n]` as int32 words; the last word is padded with zeros."""
+    """Return the bytes of a row `[n]` as int32 words; the last word is padded with zeros."""
     x = x.resolve_conj().resolve_neg()
     # torch calls a tensor of at most one element contiguous whatever its stride is
     data = (x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)

@@ -1,11 +1,11 @@
-"""torch's kernels of attention and the definition agree, on blocks and on their gradients."""
+"""torch's kernels of attention and the definition agree, on parts of the keys, and on their gradients."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from fzero._torch import attention, attention_block, attention_block_grad
+from fzero._torch import attention, partial_attention, partial_attention_grad
 
 
 def values_of(t: int, s: int, groups: int = 1, width: int = 8) -> list[torch.Tensor]:
@@ -24,17 +24,17 @@ def test_the_kernel_and_the_definition_agree(groups, kind, monkeypatch):
         keep[:, :, 2] = False
         keep[:, :, 3] = True
     options = (keep, kind == "causal", 0.3)
-    out, log_sum = attention_block(*values, *options)
+    out, log_sum = partial_attention(*values, *options)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     finite = torch.where(log_sum == -torch.inf, 0.0, log_sum)
-    grads = attention_block_grad(grad, *values, keep, out, finite, *options[1:])
+    grads = partial_attention_grad(grad, *values, keep, out, finite, *options[1:])
     assert keep is None or (bool((log_sum[:, :, 2] == -torch.inf).all()) and not out[:, :, 2].any())
 
     monkeypatch.setattr(attention, "_cpu_kernel", lambda q, v: False)
-    result = attention_block(*values, *options)
+    result = partial_attention(*values, *options)
     for x, y in zip((out, log_sum), result, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-    for x, y in zip(grads, attention_block_grad(grad, *values, keep, out, finite, *options[1:]), strict=True):
+    for x, y in zip(grads, partial_attention_grad(grad, *values, keep, out, finite, *options[1:]), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -45,9 +45,9 @@ def test_the_definition_is_that_of_torch_for_values_of_another_width():
     expected = torch.nn.functional.scaled_dot_product_attention(*values, is_causal=True, scale=0.3, enable_gqa=True)
     grad = torch.randn_like(expected)
     inner = [x.detach() for x in values]
-    out, log_sum = attention_block(*inner, *options)
+    out, log_sum = partial_attention(*inner, *options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    grads = attention_block_grad(grad, *inner, None, out, log_sum, True, 0.3)
+    grads = partial_attention_grad(grad, *inner, None, out, log_sum, True, 0.3)
     for x, y in zip(grads, torch.autograd.grad(expected, values, grad), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
@@ -55,5 +55,5 @@ def test_the_definition_is_that_of_torch_for_values_of_another_width():
 def test_the_kernel_has_stand_ins():
     """For plans on the device "meta"."""
     values = [x.to("meta") for x in values_of(6, 9)]
-    out, log_sum = attention_block(*values, None, False, 1.0)
+    out, log_sum = partial_attention(*values, None, False, 1.0)
     assert out.shape == (2, 4, 6, 8) and log_sum.shape == (2, 4, 6) and out.is_meta

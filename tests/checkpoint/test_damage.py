@@ -72,7 +72,7 @@ def test_any_file_that_was_cut_or_is_missing_is_an_error(saved, tmp_path_factory
             use(damaged)
 
 
-def test_a_damaged_block_names_the_leaves_that_it_holds(saved, tmp_path):
+def test_a_damaged_page_names_the_leaves_that_it_holds(saved, tmp_path):
     path, _ = saved
     damaged = copied(path, tmp_path)
     name = sorted(n for n in os.listdir(path) if "00001-of" in n)[0]

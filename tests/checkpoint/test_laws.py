@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _tensor_bytes
-from fzero.checkpoint._blocks import BlockRange, runs
+from fzero.checkpoint._chunks import ChunkRange, runs
 from fzero.checkpoint._local_tree import local_tree
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
 from tests.helpers import cases, examples
@@ -56,7 +56,7 @@ def test_the_ranks_write_each_leaf_once(params, layout):
         at = 0
         for piece in tree_layout.owned_pieces(rank):
             x = bits[piece.leaf]
-            for dim, (offset, size) in enumerate(piece.range.block):
+            for dim, (offset, size) in enumerate(piece.range.chunk):
                 x = x.narrow(dim, offset, size)
             flat = x.reshape(-1).clone()
             flat[piece.range.start : piece.range.stop] += 1
@@ -151,7 +151,7 @@ def test_strides_do_not_matter(tmp_path_factory, shape, dims):
     assert torch.equal(fzero.load(path, like={"x": like})["x"], x) and torch.equal(like, x)
 
 
-def test_large_leaves_cross_blocks_and_are_copied_in_parts(tmp_path, monkeypatch):
+def test_large_leaves_cross_pages_and_are_copied_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(_tensor_bytes, "_CHUNK", 1 << 10)
     x = torch.randn(1500, 1400).t()
     fzero.save(tmp_path, {"x": x, "y": torch.arange(1 << 20)}, fzero.mesh(dp=3))
@@ -186,5 +186,5 @@ def test_padding_is_zero_when_memory_is_made(tmp_path):
 
 def test_a_range_of_nothing_has_no_writers():
     tree_layout = local_tree("state", {"w": torch.empty(0), "s": torch.ones(())}, None).layout
-    assert not list(tree_layout.writers(0, BlockRange(((0, 0),), 0, 0)))
-    assert [at for _, at, _ in tree_layout.writers(1, BlockRange((), 0, 1))] == [0]
+    assert not list(tree_layout.writers(0, ChunkRange(((0, 0),), 0, 0)))
+    assert [at for _, at, _ in tree_layout.writers(1, ChunkRange((), 0, 1))] == [0]

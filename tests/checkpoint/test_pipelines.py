@@ -136,7 +136,7 @@ def test_the_ranks_write_each_block_once(depth, placed, tied):
         written = 0
         for piece in layout.owned_pieces(rank):
             x = times[piece.leaf]
-            for dim, (offset, size) in enumerate(piece.range.block):
+            for dim, (offset, size) in enumerate(piece.range.chunk):
                 x = x.narrow(dim, offset, size)
             flat = x.reshape(-1).clone()
             flat[piece.range.start : piece.range.stop] += 1

@@ -6,15 +6,15 @@ python -m tests.cuda [pytest's arguments]       (`make cuda`)
 import subprocess
 import sys
 
-from tests.cuda import lane, report
+from tests.cuda import processes, report
 
 
 def main() -> int:
-    if not lane.is_here():
+    if not processes.is_here():
         print("this torch is built without CUDA; `make cuda` makes an environment with one", file=sys.stderr)
         return 2
-    lane.variables()  # builds the runtime, which the tests' processes then find
-    lane.MEASURED.unlink(missing_ok=True)
+    processes.variables()  # builds the runtime, which the tests' processes then find
+    processes.MEASURED.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -27,7 +27,7 @@ def main() -> int:
         "no:cacheprovider",
         *sys.argv[1:],
     ]
-    code = subprocess.run(command, cwd=lane.ROOT).returncode
+    code = subprocess.run(command, cwd=processes.ROOT).returncode
     if not sys.argv[1:]:  # all laws were tried
         report.write()
     return code

@@ -1,4 +1,4 @@
-"""One process of the lane that asks where values lie, and what bringing them there does. It prints facts as JSON.
+"""One process of `make cuda` that asks where values lie, and what bringing them there does. It prints facts as JSON.
 
     python -m tests.cuda.devices batches
 

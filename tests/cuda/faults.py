@@ -1,4 +1,4 @@
-"""Faults that break a law of the lane: a table."""
+"""Faults that break a law of `make cuda`: a table."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -2,7 +2,7 @@
 
 python -m tests.cuda.devices tests/cuda/pages.py docs/jit.md
 
-A kernel of the lane computes nothing, so assertions, comparisons and printed numbers are left out. What is left is
+A kernel of `make cuda` computes nothing, so assertions, comparisons and printed numbers are left out. What is left is
 where values lie: a page's code runs unchanged on a GPU if none of its statements meets a value on the CPU.
 """
 

@@ -1,4 +1,4 @@
-"""One process of the lane that trains the perceptron with torch's FSDP2 and fused AdamW. It prints facts as JSON.
+"""One process of `make cuda` that trains the perceptron with torch's FSDP2 and fused AdamW. It prints facts as JSON.
 
     python -m tests.cuda.peer --compile
 

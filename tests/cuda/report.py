@@ -1,4 +1,4 @@
-"""Write benchmarks/cuda.md from what the lane measured."""
+"""Write benchmarks/cuda.md from what `make cuda` measured."""
 
 import json
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import publish, table
-from tests.cuda import lane
+from tests.cuda import processes
 from tests.cuda.log import is_flash_attention
 from tests.cuda.steps import LLAMA, MIXTRAL, SIZES
 from tests.cuda.timeline import Timeline, draw
@@ -18,9 +18,9 @@ LARGE = {LLAMA: "one sequence of 8,192 tokens", MIXTRAL: "one sequence of 4,096 
 
 def write() -> None:
     """Write the tables."""
-    measured = [json.loads(line) for line in lane.MEASURED.read_text().splitlines()]
+    measured = [json.loads(line) for line in processes.MEASURED.read_text().splitlines()]
     rows, peers = [r for r in measured if "peer" not in r], [r for r in measured if "peer" in r]
-    card = torch.cuda.get_device_name() if lane.has_gpu() else "no GPU: the CUDA without one of tests/cuda/runtime"
+    card = torch.cuda.get_device_name() if processes.has_gpu() else "no GPU: the CUDA without one of tests/cuda/runtime"
     parts = [
         f"Measured on {card}. One rank of 8; the other ranks do not exist. Without a GPU the values mean nothing, and "
         "no time is measured: order, number, memory and streams are torch's own. MB are 1e6 bytes.",
@@ -42,7 +42,7 @@ def write() -> None:
         _launches([r for r in rows if r["task"] == "dense" and r["ranks"] == 2 and r["stage"] == 3], peers),
         "## Kernels by card",
         "The toy transformer computes its loss in bfloat16, at stage 3. A card that is shown has the A100's, the "
-        "H100's or the B200's architecture, and nothing more of it. cuDNN's attention is off in the lane.",
+        "H100's or the B200's architecture, and nothing more of it. cuDNN's attention is off in `make cuda`.",
         _kernels([r for r in rows if "card" in r]),
         "## A timeline of Llama 3 8B",
         "64 H100, eight to a machine, one sequence of 8,192 tokens each, stage 3, bfloat16, remat. Order, streams and "
@@ -58,7 +58,7 @@ def write() -> None:
         "had to wait for it. Stage 3.",
         _hidden(_first([r for r in rows if r["task"] in SIZES and r["stage"] == 3])),
     ]
-    publish(str(lane.ROOT / "benchmarks" / "cuda.py"), "make cuda", parts, write=True)
+    publish(str(processes.ROOT / "benchmarks" / "cuda.py"), "make cuda", parts, write=True)
 
 
 def _is_plain(row: dict[str, Any]) -> bool:
@@ -93,7 +93,7 @@ def _timelines(rows: list[dict[str, Any]]) -> str:
         seconds = (result.seconds, result.communication, result.exposed)
         lines.append([r["task"], r["backend"], *(f"{1e3 * x:,.0f}" for x in seconds), f"{result.hidden:.1%}"])
         title = f"{r['task']}, rank 0 of {r['ranks']}: {result.hidden:.1%} of the collectives' time is hidden"
-        draw(result, title, lane.ROOT / "benchmarks" / "results" / "timeline.png")
+        draw(result, title, processes.ROOT / "benchmarks" / "results" / "timeline.png")
     return table(head, lines)
 
 
@@ -135,7 +135,7 @@ def _laws() -> str:
     """List each law with the number of cases that hold, and the reason where it does not hold yet."""
     results: dict[str, Counter[str]] = {}
     reasons: dict[str, set[str]] = {}
-    for row in json.loads(lane.LAWS.read_text()):
+    for row in json.loads(processes.LAWS.read_text()):
         name = row["law"].partition("::")[2].partition("[")[0].removeprefix("test_").replace("_", " ")
         results.setdefault(name, Counter())[row["outcome"]] += 1
         reasons.setdefault(name, set()).update({row["reason"]} - {""})

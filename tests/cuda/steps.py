@@ -1,4 +1,4 @@
-"""The train steps that the lane runs: a perceptron, a GPT, experts, a pipeline, sequences, an offloaded optimizer."""
+"""The train steps that `make cuda` runs: of a perceptron, a GPT, experts, a pipeline, sequences, offload."""
 
 from collections.abc import Callable
 from functools import partial

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda import lane
+from tests.cuda import processes
 
 KINDS = ("simulated", "distributed")
 GPU = "cuda:0"
@@ -15,7 +15,7 @@ GPU = "cuda:0"
 
 @functools.cache
 def read_facts(name: str) -> dict[str, Any]:
-    output = lane.run([sys.executable, "-m", "tests.cuda.devices", name])
+    output = processes.run([sys.executable, "-m", "tests.cuda.devices", name])
     rows = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     return {row.pop("kind"): row for row in rows}
 
@@ -83,7 +83,7 @@ def test_an_example_runs(command, tmp_path):
     pytest.importorskip("transformers" if script.startswith(("finetune_hf", "long_context")) else "matplotlib")
     out = [] if script == "parallel_mlp.py" else ["--out", str(tmp_path)]
     try:
-        lane.run([sys.executable, "-m", "tests.cuda.devices", f"examples/{script}", *options, *out])
-    except AssertionError as error:  # a kernel of the lane computes nothing, so its mean may be of no token
-        if lane.has_gpu() or "ZeroDivisionError" not in str(error):
+        processes.run([sys.executable, "-m", "tests.cuda.devices", f"examples/{script}", *options, *out])
+    except AssertionError as error:  # a kernel of `make cuda` computes nothing, so its mean may be of no token
+        if processes.has_gpu() or "ZeroDivisionError" not in str(error):
             raise

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda.lane import facts
+from tests.cuda.processes import facts
 
 CALLS = ("kernel", "product", "fill", "collective", "copy", "graph")
 

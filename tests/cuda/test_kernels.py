@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.cuda.lane import facts, has_gpu, targets
 from tests.cuda.log import WAITS, is_flash_attention
+from tests.cuda.processes import facts, has_gpu, targets
 
 ARCHITECTURES = {"A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a"}
 HALF_PRODUCTS = {"cublasLtMatmul", "cublasGemmEx", "cublasGemmStridedBatchedEx"}  # the others are of float32 or float64

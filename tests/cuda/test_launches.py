@@ -1,8 +1,8 @@
-"""Laws of launches: a steady step beside FSDP2's with fused AdamW, the same model in the same lane, at two ranks."""
+"""Laws of launches: a steady step beside FSDP2's with fused AdamW, the same model in one run, at two ranks."""
 
 import pytest
 
-from tests.cuda.lane import facts, peer
+from tests.cuda.processes import facts, peer
 
 FX = "an operation is a launch: 12 forward and 20 backward are as many as the goal, and an update of 4 units takes 60"
 EAGER = "AdamW's formula takes 15 launches for all units together, where torch's fused kernel takes 1"

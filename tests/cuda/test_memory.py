@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda.lane import facts
+from tests.cuda.processes import facts
 from tests.cuda.steps import LLAMA, MIXTRAL
 
 MODELS = [("gpt-1.5b", "fx"), ("bert-large", "fx"), ("bert-large", "inductor"), ("vit-g", "fx")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda.lane import facts
+from tests.cuda.processes import facts
 
 TASKS = (
     *("dense", "experts, capacity", "pipeline", "offload, host update", "offload, device update"),

@@ -1,10 +1,10 @@
-"""Laws of order: what a collective hides behind, from the lane's log, and for how long, by the cost model."""
+"""Laws of order: what a collective hides behind, from the log of `make cuda`, and for how long, by the cost model."""
 
 import pytest
 
 from fzero import tuning
-from tests.cuda.lane import facts, has_gpu
 from tests.cuda.log import Event
+from tests.cuda.processes import facts, has_gpu
 from tests.cuda.steps import LLAMA
 from tests.cuda.streams import COMPUTE
 from tests.cuda.timeline import Timeline, timeline

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.cuda.lane import facts
+from tests.cuda.processes import facts
 
 BACKENDS = ("eager", "fx", "inductor")
 NEVER = (

@@ -1,4 +1,4 @@
-"""One process of the lane: rank 0 of a world whose other ranks do not exist. It prints what its steps did, as JSON.
+"""One process of `make cuda`: rank 0 of a world whose other ranks do not exist. It prints what its steps did, as JSON.
 
     python -m tests.cuda.worker TASK --backend fx --ranks 8 --stages 0 1 2 3
 

@@ -20,7 +20,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _files, _save, _shared_memory
 from fzero.checkpoint._error import DamagedError
-from fzero.checkpoint._manifest import BLOCK
+from fzero.checkpoint._manifest import PAGE_BYTES
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -158,7 +158,9 @@ def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.ranks.Mesh) -> None:
         fzero.load(path, like=state, mesh=mesh)
         own = step.state_bytes(*state)
         assert own <= moved["written"] < own + 8192
-        assert moved["read"] <= moved["written"] + BLOCK, "its own file, and the block of rank 0's that has the count"
+        assert moved["read"] <= moved["written"] + PAGE_BYTES, (
+            "its own file, and the page of rank 0's that has the count"
+        )
 
 
 def refused(text: str, f: Any, *args: Any, **options: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _files
-from fzero.checkpoint._manifest import BLOCK
+from fzero.checkpoint._manifest import PAGE_BYTES
 from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
@@ -232,7 +232,7 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.ranks.Mesh) -> None:
         fzero.load(path, state, mesh)
         own = step.state_bytes(*state)
         assert own - 8 <= moved["written"] < own + 8192
-        assert moved["read"] <= moved["written"] + BLOCK, "its own file, and a block of another with the table"
+        assert moved["read"] <= moved["written"] + PAGE_BYTES, "its own file, and a page of another with the table"
 
 
 @slow

@@ -3,7 +3,7 @@
 from tests.mutants.changes import after, always, bare, becomes, before, dropped, elsewhere, never, returns, skipped
 from tests.mutants.mutant import Fault, File, on_processes
 
-BLOCKS = ("tests/checkpoint/test_blocks.py",)
+CHUNKS = ("tests/checkpoint/test_chunks.py",)
 LAWS = ("tests/checkpoint/test_laws.py",)
 CRASH = ("tests/checkpoint/test_crash.py",)
 DAMAGE = ("tests/checkpoint/test_damage.py",)
@@ -128,7 +128,7 @@ MUTANTS = [
         Fault("axes of one rank count among those of a value by rank", "_rows_of", dropped("A.size(B) > 1")),
         Fault("a value of all ranks is read only on axes of its names", "_rows_of", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),
-        Fault("checksums of blocks are not compared", "read_blocks", never("A(B) != C.sum(D)"), DAMAGE),
+        Fault("checksums of pages are not compared", "read_pages", never("A(B) != C.sum(D)"), DAMAGE),
         Fault("the bytes between leaves are not in the checksum", "_views", becomes("A += B", "A += 0 * B"), DAMAGE),
         Fault(
             "of two leaves that share bytes in the file only one is loaded",
@@ -171,20 +171,20 @@ MUTANTS = [
             ("tests/checkpoint/test_laws.py", "-k", "padding"),
         ),
     ),
-    *File("checkpoint/_blocks.py", SHARING).faults(
+    *File("checkpoint/_chunks.py", SHARING).faults(
         Fault(
-            "contiguous runs of a block cover dimensions in which the block is narrower",
+            "contiguous runs of a chunk cover dimensions in which the chunk is narrower",
             "_common",
             becomes("A and B == source_shape[A] == C[A]", "A and B == source_shape[A]"),
-            BLOCKS,
+            CHUNKS,
         ),
-        Fault("the offset within a block is ignored", "_offset_in", returns("at"), BLOCKS),
-        Fault("the rest of a row is not copied", "rectangles", never("A * B < C"), BLOCKS),
+        Fault("the offset within a chunk is ignored", "_offset_in", returns("at"), CHUNKS),
+        Fault("the rest of a row is not copied", "rectangles", never("A * B < C"), CHUNKS),
     ),
     *File("checkpoint/_tensor_bytes.py", SHARING).faults(
         Fault(
-            "each chunk of a copy is the first chunk",
-            "view_or_chunks",
+            "each part of a copy is the first part",
+            "view_or_parts",
             becomes("A(B, C, min(C + D, E))", "A(B, start, min(start + D, E))"),
             LAWS,
         ),
@@ -288,7 +288,7 @@ MUTANTS = [
         Fault("the padding of a shard is written", "TreeLayout.local_span", becomes("min(A + B.C, D)", "A + B.C")),
         Fault(
             "every part of a split leaf is read as the first part",
-            "TreeLayout.block",
+            "TreeLayout.chunk",
             bare("A + self.index((B.axis,), C)"),
         ),
         Fault("leaves with small elements come first in a file", "TreeLayout.order", bare("-A")),

@@ -206,7 +206,7 @@ MUTANTS = [
         Fault("a cap has the slope 1", "_grad_by_definition", never("softcap is not None")),
     ),
     *File("_torch/attention.py", KERNELS).faults(
-        Fault("a query without keys counts", "attention_block", always("A is None", at="1 of 1")),
+        Fault("a query without keys counts", "partial_attention", always("A is None", at="1 of 1")),
         Fault(
             "the definition's gradient misses its mean",
             "_grad_by_definition",

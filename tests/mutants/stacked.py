@@ -76,7 +76,7 @@ MUTANTS = [
             "TreeLayout.replicated_axes",
             dropped("*[A for A, B in C.D]"),
         ),
-        Fault("stage 0 writes every block", "TreeLayout.writers", dropped("*A", at="3 of 3")),
+        Fault("stage 0 writes every block", "TreeLayout._owners", dropped("*A")),
         Fault("a copy's group counts as the leaf's own", "TreeLayout.home", dropped("A not in B.C")),
     ),
     *File("checkpoint/_manifest.py", CHECKPOINT).faults(

@@ -157,7 +157,7 @@ MUTANTS = [
             becomes("torch.add(A, B, alpha=C, out=B)", "torch.add(A, B, alpha=0, out=B)"),
         ),
         Fault(
-            "the checksum reads a lazy conjugate as it is stored", "_blocks", dropped("not (A.is_conj() or A.is_neg())")
+            "the checksum reads a lazy conjugate as it is stored", "_rows", dropped("not (A.is_conj() or A.is_neg())")
         ),
     ),
     *File("sharding/_element_ranges.py", AGREEMENT).faults(

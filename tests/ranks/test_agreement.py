@@ -20,7 +20,7 @@ DTYPES = [
 ]
 
 
-small_blocks = patch.object(_agreement, "_WORDS", 4 * 7)
+small_rows = patch.object(_agreement, "_WORDS", 4 * 7)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 seeds = st.integers(0, 2**31)
 
 
-@small_blocks
+@small_rows
 @examples(30, 60)
 @given(shapes, st.sampled_from(DTYPES), seeds, st.data())
 def test_strides_and_offsets_do_not_count(shape, dtype, seed, data):
@@ -55,7 +55,7 @@ def test_strides_and_offsets_do_not_count(shape, dtype, seed, data):
         assert checksum(same) == expected
 
 
-@small_blocks
+@small_rows
 def test_lazily_conjugated_or_negated_and_expanded_tensors_are_read_as_their_values():
     z = torch.randn(40, 3, dtype=torch.complex64)
     for lazy in (z.conj(), z.conj().imag, z.T.conj(), torch.ones(5, 1).expand(5, 60)):
@@ -64,7 +64,7 @@ def test_lazily_conjugated_or_negated_and_expanded_tensors_are_read_as_their_val
         )
 
 
-@small_blocks
+@small_rows
 @examples(30, 60)
 @given(shapes.filter(lambda s: math.prod(s) > 1), st.sampled_from(DTYPES), seeds, st.data())
 def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, data):
@@ -80,7 +80,7 @@ def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, d
     swapped = x.clone()
     swapped.view(-1)[[i, j]] = flat[[j, i]]
     same = torch.equal(swapped.view(-1).view(torch.uint8), flat.view(torch.uint8))
-    # words of two blocks may lie one over the other, and there a sign that moves from block to block is lost
+    # words of two rows may lie one over the other, and there a sign that moves from row to row is lost
     over = (i * dtype.itemsize - j * dtype.itemsize) // 4 % _agreement._WORDS == 0
     assert same or over or checksum(swapped) != checksum(x)
 
@@ -97,8 +97,8 @@ def test_regular_differences_are_seen(shape, dtype):
     assert len(sums) == 8
 
 
-@small_blocks
-def test_blocks_that_change_places_are_seen():
+@small_rows
+def test_rows_of_words_that_change_places_are_seen():
     """The same words lie over each other then."""
     x = torch.randn(5, _agreement._WORDS)
     sums = {checksum(y).item() for y in (x, x.flip(0), x.roll(1, 0), x[[1, 0, 2, 3, 4]], x[[0, 3, 2, 1, 4]])}
@@ -116,8 +116,8 @@ WAYS = ("whole", "transposed", "expanded", "shifted")
 
 
 @pytest.mark.parametrize("dtype,how", cases(zip(DTYPES, WAYS, strict=True), itertools.product(DTYPES, WAYS)), ids=str)
-def test_a_checksum_takes_a_few_blocks_of_memory(how, dtype):
-    """Of 32 MiB a few blocks of a quarter of a MiB."""
+def test_a_checksum_takes_a_few_rows_of_memory(how, dtype):
+    """Of 32 MiB a few rows of a quarter of a MiB."""
     n = 2**25 // dtype.itemsize
     x = torch.zeros(n + 1, dtype=dtype)
     views = {

@@ -10,8 +10,8 @@ import torch
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._blocks import BlockRange, full_block, runs
 from fzero.checkpoint._bounded_json import parse_json
+from fzero.checkpoint._chunks import ChunkRange, full_chunk, runs
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._json_values import is_empty
@@ -362,7 +362,7 @@ def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
                 continue
             visited.add(key)
             leaf = local.layout.leaves[piece.leaf]
-            for run in runs(BlockRange(full_block(leaf.shape), 0, leaf.numel), piece.range):
+            for run in runs(ChunkRange(full_chunk(leaf.shape), 0, leaf.numel), piece.range):
                 yield piece.leaf, _FileRange(x.detach(), start + run.target_offset, run.source_offset, run.numel)
 
 

@@ -14,12 +14,12 @@ from fzero._arguments import check_int
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
-from fzero.checkpoint._blocks import BlockRange, full_block, runs
+from fzero.checkpoint._chunks import ChunkRange, full_chunk, runs
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._local_tree import LocalTree, local_tree
 from fzero.checkpoint._manifest import NAMES
-from fzero.checkpoint._tensor_bytes import chunks, view_bytes
+from fzero.checkpoint._tensor_bytes import byte_views, view_bytes
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import slice_elements
@@ -203,7 +203,7 @@ def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: st
                 i, leaf = file_indices[piece.leaf], local.layout.leaves[piece.leaf]
                 if i not in fds:
                     fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
-                for run in runs(piece.range, BlockRange(full_block(leaf.shape), 0, leaf.numel)):
+                for run in runs(piece.range, ChunkRange(full_chunk(leaf.shape), 0, leaf.numel)):
                     _write_run(
                         fds[i],
                         plan[i].tensors[piece.leaf],
@@ -224,7 +224,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
     assert to.dtype is not None
     at = to.offset + first * to.dtype.itemsize
     if to.dtype == x.dtype:
-        for view in chunks(x, start, start + numel):
+        for view in byte_views(x, start, start + numel):
             at = _write_at(fd, view, at)
         return
     step = max(_CHUNK // max(to.dtype.itemsize, x.element_size()), 1)

@@ -107,7 +107,7 @@ def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> 
 
 
 @dataclass
-class _Block:
+class _HeldMemory:
     """Memory that outlives a region: its size in bytes, and the number of values that lie in it."""
 
     size: int
@@ -121,17 +121,17 @@ class _RowWalk:
     Attributes:
         loop: the loop.
         profiles: each region's graph and memory.
-        residuals: for each micro-batch and residual, its block and the number of regions that have yet to read it.
-        ready: for each stage output or gradient on this rank, the blocks of its leaves.
-        in_flight: for each message that is being sent, the blocks of its leaves.
-        now: the bytes of all blocks that are held now.
+        residuals: for each micro-batch and residual, its memory and the number of regions that have yet to read it.
+        ready: for each stage output or gradient on this rank, the memory of each of its leaves.
+        in_flight: for each message that is being sent, the memory of each of its leaves.
+        now: the bytes of all memory that is held now.
     """
 
     loop: Loop
     profiles: dict[LoopRegion, tuple[RegionGraph, _RegionMemory]]
     residuals: dict[tuple[int, Residual], list[Any]] = field(default_factory=dict)
-    ready: dict[Value, list[_Block]] = field(default_factory=dict)
-    in_flight: dict[Any, list[_Block]] = field(default_factory=dict)
+    ready: dict[Value, list[_HeldMemory]] = field(default_factory=dict)
+    in_flight: dict[Any, list[_HeldMemory]] = field(default_factory=dict)
     now: int = 0
 
     def run(self) -> dict[LoopRegion, int]:
@@ -153,10 +153,10 @@ class _RowWalk:
                         self.in_flight[messages[output]] = self.ready.pop(output)
             elif instruction.kind == "receive":
                 value = Value(instruction.operand.kind, instruction.operand.stage, instruction.operand.micro_batch)
-                self.ready[value] = [self._retain(_Block(size)) for size in self.leaf_sizes]
+                self.ready[value] = [self._retain(_HeldMemory(size)) for size in self.leaf_sizes]
             elif instruction.kind == "wait_send":
-                for block in self.in_flight.pop(instruction.operand):
-                    self._release(block)
+                for memory in self.in_flight.pop(instruction.operand):
+                    self._release(memory)
         return peaks
 
     def _sent_sizes(self) -> list[int]:
@@ -172,72 +172,76 @@ class _RowWalk:
                     sizes[value.leaf] = nbytes(*stand_ins_of(n))
         return [sizes[i] for i in sorted(sizes)]
 
-    def _retain(self, block: _Block) -> _Block:
-        self.now += block.size if not block.holders else 0
-        block.holders += 1
-        return block
+    def _retain(self, memory: _HeldMemory) -> _HeldMemory:
+        self.now += memory.size if not memory.holders else 0
+        memory.holders += 1
+        return memory
 
-    def _release(self, block: _Block) -> None:
-        block.holders -= 1
-        self.now -= block.size if not block.holders else 0
+    def _release(self, memory: _HeldMemory) -> None:
+        memory.holders -= 1
+        self.now -= memory.size if not memory.holders else 0
 
     def _run_region(self, region: LoopRegion, m: int) -> tuple[int, Value | None]:
         """Run a region; return its peak memory in bytes, and the value that it computes for another stage, if any."""
         region_graph, profile = self.profiles[region]
-        blocks, ends = self._take_inputs(region_graph, profile, m)
-        peak = max(self._live(profile, blocks, ends), default=0)
+        memories, ends = self._take_inputs(region_graph, profile, m)
+        peak = max(self._live(profile, memories, ends), default=0)
         value: Value | None = None
         for output, storage in zip(region_graph.outputs, profile.outputs, strict=True):
             if output is None:
                 continue
-            block = blocks.setdefault(storage, _Block(profile.size[storage])) if storage is not None else _Block(0)
-            self._retain(block)
+            memory = (
+                memories.setdefault(storage, _HeldMemory(profile.size[storage]))
+                if storage is not None
+                else _HeldMemory(0)
+            )
+            self._retain(memory)
             if isinstance(output, Residual):
-                self.residuals[m, output] = [block, self.readers[output]]
+                self.residuals[m, output] = [memory, self.readers[output]]
             else:
                 value = Value(output.kind, output.stage, m)  # pyright: ignore[reportArgumentType]
-                self.ready.setdefault(value, []).append(block)
-        for _, _, block in ends:
-            self._release(block)
+                self.ready.setdefault(value, []).append(memory)
+        for _, _, memory in ends:
+            self._release(memory)
         return peak, value
 
     def _take_inputs(
         self, region_graph: RegionGraph, profile: _RegionMemory, m: int
-    ) -> tuple[dict[int | None, _Block], list[tuple[int, int, _Block]]]:
-        """Take a region's inputs: each storage's block; for each last read the storage, the position and the block."""
-        blocks: dict[int | None, _Block] = {}
+    ) -> tuple[dict[int | None, _HeldMemory], list[tuple[int, int, _HeldMemory]]]:
+        """Take a region's inputs: the memory by storage, and for each last read the storage, position and memory."""
+        memories: dict[int | None, _HeldMemory] = {}
         ends = []
-        received: dict[Value, list[_Block]] = {}
+        received: dict[Value, list[_HeldMemory]] = {}
         for source, (storage, stop) in profile.inputs.items():
             if isinstance(source, StageLeaf):
                 value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
                 if value not in received:
                     received[value] = self.ready.pop(value)
-                block, last = received[value][source.leaf], True
+                memory, last = received[value][source.leaf], True
             else:
                 entry = self.residuals[m, source]
                 entry[1] -= 1
-                block, last = entry[0], not entry[1]
+                memory, last = entry[0], not entry[1]
                 if last:
                     del self.residuals[m, source]
-            blocks[storage] = block
+            memories[storage] = memory
             if last:
-                ends.append((storage, stop, block))
-        return blocks, ends
+                ends.append((storage, stop, memory))
+        return memories, ends
 
     def _live(
-        self, profile: _RegionMemory, blocks: dict[Any, _Block], ends: Sequence[tuple[int, int, _Block]]
+        self, profile: _RegionMemory, memories: dict[Any, _HeldMemory], ends: Sequence[tuple[int, int, _HeldMemory]]
     ) -> list[int]:
         """Return the live bytes at each position of a region."""
         freed = [0] * (len(profile.live) + 1)
-        holds = Counter([id(block) for _, _, block in ends])
+        holds = Counter([id(memory) for _, _, memory in ends])
         stop: dict[int, int] = {}
-        output_blocks = {id(blocks[s]) for s in profile.outputs if s in blocks}
-        for _, position, block in ends:
-            stop[id(block)] = max(stop.get(id(block), 0), position)
-        for _, _, block in ends:
-            if id(block) in stop and holds[id(block)] == block.holders and id(block) not in output_blocks:
-                freed[min(stop.pop(id(block)) + 1, len(profile.live))] += block.size
+        outputs = {id(memories[s]) for s in profile.outputs if s in memories}
+        for _, position, memory in ends:
+            stop[id(memory)] = max(stop.get(id(memory), 0), position)
+        for _, _, memory in ends:
+            if id(memory) in stop and holds[id(memory)] == memory.holders and id(memory) not in outputs:
+                freed[min(stop.pop(id(memory)) + 1, len(profile.live))] += memory.size
         live = []
         freed_bytes = 0
         for region_bytes, size in zip(profile.live, freed, strict=False):

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from fzero._dtypes import at_least_float32
-from fzero.parallel.context._block_attention import RingResult, block_attention, block_attention_grad
 from fzero.parallel.context._ring_pattern import AttentionOptions, Half, Qkv, Ring, RingPattern
+from fzero.parallel.context._tiled_attention import RingResult, tiled_attention, tiled_attention_grad
 
 __all__ = ["attend", "attend_grad"]
 
@@ -35,7 +35,7 @@ def attend(ring: Ring, options: AttentionOptions, qkv: Qkv) -> tuple[torch.Tenso
         for pair in pattern.pairs(step):
             queries, keys, values = pattern.take_pair(pair, q, k, v)
             causal = options.causal and step == 0 and not pattern.masked
-            out, log_sum = block_attention(
+            out, log_sum = tiled_attention(
                 pattern, queries, keys, values, pattern.mask(pair, step, kv.documents), causal
             )
             if step == 0:
@@ -85,7 +85,7 @@ def attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: RingRes
             )
             causal = options.causal and step == 0 and not pattern.masked
             mask = pattern.mask(pair, step, kv.documents)
-            grads = block_attention_grad(pattern, queries, keys, values, pair_result, mask, causal)
+            grads = tiled_attention_grad(pattern, queries, keys, values, pair_result, mask, causal)
             if step == 0:
                 dq, *local_dkv = _chunk_halves(pattern, grads)
                 continue

@@ -15,10 +15,10 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph
 from fzero.axes import Axis, Binding, index_on
 from fzero.collectives import DimOptions, apply, in_front, mapped_binding
-from fzero.parallel.context._block_attention import RingResult
 from fzero.parallel.context._layout import from_rank_order, positions_of
 from fzero.parallel.context._ring import attend, attend_grad
 from fzero.parallel.context._ring_pattern import AttentionOptions, Qkv, Ring
+from fzero.parallel.context._tiled_attention import RingResult
 from fzero.random import apply_mask, keep_mask_at
 
 __all__ = ["dropout_attention", "ring_attention"]

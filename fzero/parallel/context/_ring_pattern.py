@@ -13,7 +13,7 @@ __all__ = ["AttentionOptions", "Half", "Mask", "Qkv", "Ring", "RingPattern"]
 
 _MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
 _SCORE_ROWS = 128  # of a tile whose scores are in memory
-_MOST_TILES = 64  # of a block; each is a few operations of a graph
+_MOST_TILES = 64  # of a pair of halves; each is a few operations of a graph
 
 
 class AttentionOptions(NamedTuple):
@@ -161,7 +161,7 @@ class RingPattern(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether blocks are divided into tiles, each with a mask: also where torch's kernels would hold all scores."""
+        """Whether pairs are divided into tiles, each with a mask: also where torch's kernels would hold all scores."""
         return self.documents is not None or self.options.window is not None or self.options.softcap is not None
 
     @property

@@ -1,21 +1,21 @@
-"""Blocks: flat ranges of parts of a tensor, and the runs of elements that two ranges share, all as numbers."""
+"""Chunks: flat ranges of parts of a tensor, and the runs of elements that two ranges share, all as numbers."""
 
 import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Block", "BlockRange", "full_block", "rectangles", "runs"]
+__all__ = ["Chunk", "ChunkRange", "full_chunk", "rectangles", "runs"]
 
 
-Block = tuple[tuple[int, int], ...]
-"""A part of a tensor: the offset and size along each dimension."""
+Chunk = tuple[tuple[int, int], ...]
+"""A part of a tensor, as in torch's DCP: the offset and size along each dimension."""
 
 
-class BlockRange(NamedTuple):
-    """The elements of a block from `start` to before `stop`, in row-major order of the block."""
+class ChunkRange(NamedTuple):
+    """The elements of a chunk from `start` to before `stop`, in row-major order of the chunk."""
 
-    block: Block
+    chunk: Chunk
     start: int
     stop: int
 
@@ -29,15 +29,15 @@ class _CommonRun(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """A rectangle of consecutive elements of a block; `flat` is the position of the first one in the block."""
+    """A rectangle of consecutive elements of a chunk; `flat` is the position of the first one in the chunk."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     flat: int
 
 
-def full_block(shape: tuple[int, ...]) -> Block:
-    """Return the block that covers a whole tensor."""
+def full_chunk(shape: tuple[int, ...]) -> Chunk:
+    """Return the chunk that covers a whole tensor."""
     return tuple([(0, size) for size in shape])
 
 
@@ -72,48 +72,48 @@ def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[_
         yield _Rectangle((i, *r.offsets), (1, *r.sizes), i * row + r.flat)
 
 
-def runs(source: BlockRange, target: BlockRange) -> Iterator[_CommonRun]:
+def runs(source: ChunkRange, target: ChunkRange) -> Iterator[_CommonRun]:
     """List the elements that two ranges of a tensor share, as runs that are contiguous in both.
 
-    Two ranges of one block share at most one run. Two ranges of different blocks share one run per row.
+    Two ranges of one chunk share at most one run. Two ranges of different chunks share one run per row.
     """
-    if source.block == target.block:
+    if source.chunk == target.chunk:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         if start < stop:
             yield _CommonRun(start - source.start, start - target.start, stop - start)
         return
-    source_shape, target_shape = [tuple([size for _, size in r.block]) for r in (source, target)]
+    source_shape, target_shape = [tuple([size for _, size in r.chunk]) for r in (source, target)]
     for a in rectangles(source_shape, source.start, source.stop):
         for b in rectangles(target_shape, target.start, target.stop):
             yield from _common(source, source_shape, a, target, target_shape, b)
 
 
 def _common(
-    source: BlockRange,
+    source: ChunkRange,
     source_shape: tuple[int, ...],
     a: _Rectangle,
-    target: BlockRange,
+    target: ChunkRange,
     target_shape: tuple[int, ...],
     b: _Rectangle,
 ) -> Iterator[_CommonRun]:
     """List the runs in the intersection of two rectangles."""
-    box = []
-    for i, n, (x, _), j, m, (y, _) in zip(*a[:2], source.block, *b[:2], target.block, strict=True):
-        box.append((max(i + x, j + y), min(i + n + x, j + m + y)))
-    if any(low >= high for low, high in box):
+    extents = []
+    for i, n, (x, _), j, m, (y, _) in zip(*a[:2], source.chunk, *b[:2], target.chunk, strict=True):
+        extents.append((max(i + x, j + y), min(i + n + x, j + m + y)))
+    if any(low >= high for low, high in extents):
         return
-    d = len(box) - 1  # a run spans dimensions d, d + 1, ...
-    while d and box[d][1] - box[d][0] == source_shape[d] == target_shape[d]:
+    d = len(extents) - 1  # a run spans dimensions d, d + 1, ...
+    while d and extents[d][1] - extents[d][0] == source_shape[d] == target_shape[d]:
         d -= 1
-    numel = math.prod([high - low for low, high in box[d:]])
-    for outer in itertools.product(*[range(low, high) for low, high in box[:d]]):
-        first = (*outer, *[low for low, _ in box[d:]])
+    numel = math.prod([high - low for low, high in extents[d:]])
+    for outer in itertools.product(*[range(low, high) for low, high in extents[:d]]):
+        first = (*outer, *[low for low, _ in extents[d:]])
         yield _CommonRun(_offset_in(first, source, source_shape), _offset_in(first, target, target_shape), numel)
 
 
-def _offset_in(element: tuple[int, ...], within: BlockRange, shape: tuple[int, ...]) -> int:
+def _offset_in(element: tuple[int, ...], within: ChunkRange, shape: tuple[int, ...]) -> int:
     """Return the offset in a range of an element, which has an index along each dimension."""
     at = 0
-    for i, (offset, _), size in zip(element, within.block, shape, strict=True):
+    for i, (offset, _), size in zip(element, within.chunk, shape, strict=True):
         at = at * size + i - offset
     return at - within.start

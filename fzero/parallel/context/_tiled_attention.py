@@ -1,4 +1,4 @@
-"""Attention to one block of keys, in tiles where a mask leaves some out, and its gradients."""
+"""Attention to one part of the keys, in tiles where a mask leaves some out, and its gradients."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from fzero._dtypes import at_least_float32
-from fzero._torch import attention_block, attention_block_grad
+from fzero._torch import partial_attention, partial_attention_grad
 from fzero.parallel.context._ring_pattern import Mask, RingPattern
 
-__all__ = ["RingResult", "block_attention", "block_attention_grad"]
+__all__ = ["RingResult", "tiled_attention", "tiled_attention_grad"]
 
 
 def _flatten_batch(x: torch.Tensor) -> torch.Tensor:
@@ -17,17 +17,17 @@ def _flatten_batch(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-3].numel(), *x.shape[-3:])
 
 
-def block_attention(
+def tiled_attention(
     pattern: RingPattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys: return the result `[.., h, t, e]` and the log sums `[.., h, t]`, in float32 at least."""
     lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
     qs, ks, vs = _flatten_batch(q), _flatten_batch(k), _flatten_batch(v)
     if mask is None:
-        results = [attention_block(qs, ks, vs, None, causal, scale, softcap)]
+        results = [partial_attention(qs, ks, vs, None, causal, scale, softcap)]
     else:
         results = [
-            attention_block(qs[..., r, :], ks[..., c, :], vs[..., c, :], mask.of(r, c, lead), False, scale, softcap)
+            partial_attention(qs[..., r, :], ks[..., c, :], vs[..., c, :], mask.of(r, c, lead), False, scale, softcap)
             for r, c in mask.tiles()
         ]
     out, log_sum = (xs[0] if len(xs) == 1 else torch.cat(xs, 2) for xs in zip(*results, strict=True))
@@ -42,7 +42,7 @@ class RingResult(NamedTuple):
     log_sum: torch.Tensor
 
 
-def block_attention_grad(
+def tiled_attention_grad(
     pattern: RingPattern,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -51,19 +51,19 @@ def block_attention_grad(
     mask: Mask | None,
     causal: bool,
 ) -> list[torch.Tensor]:
-    """Return what a block adds to the gradients of q, k and v, in float32 at least."""
+    """Return what a part of the keys adds to the gradients of q, k and v, in float32 at least."""
     lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
     qs, ks, vs, grad, out = (_flatten_batch(x) for x in (q, k, v, result.grad, result.out))
     log_sum = result.log_sum.reshape(lead.numel(), *result.log_sum.shape[-2:])
     if mask is None:
-        grads = attention_block_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale, softcap)
+        grads = partial_attention_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale, softcap)
     else:
         dqs, dk, dv = [], torch.zeros((), device=q.device), torch.zeros((), device=q.device)
         for r, c in mask.tiles():
             keep, keys, values = mask.of(r, c, lead), ks[..., c, :], vs[..., c, :]
             tile = [x[..., r, :] for x in (grad, qs, out)]
             results = tile[2], log_sum[..., r]
-            tile_grads = attention_block_grad(tile[0], tile[1], keys, values, keep, *results, False, scale, softcap)
+            tile_grads = partial_attention_grad(tile[0], tile[1], keys, values, keep, *results, False, scale, softcap)
             dqs.append(tile_grads[0])
             padding = [0, 0, c.start, ks.shape[-2] - c.stop]
             dk, dv = (x + F.pad(at_least_float32(y), padding) for x, y in zip((dk, dv), tile_grads[1:], strict=True))

@@ -1,4 +1,4 @@
-"""Flat ranges as rectangles, and what two ranges of differently cut blocks share."""
+"""Flat ranges as rectangles, and what two ranges of differently cut chunks share."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.checkpoint._blocks import BlockRange, full_block, rectangles, runs
+from fzero.checkpoint._chunks import ChunkRange, full_chunk, rectangles, runs
 from tests.helpers import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -28,19 +28,19 @@ def test_rectangles_are_a_range_in_its_order(shape, data):
 
 
 @st.composite
-def ranges(draw: Any, shape: tuple[int, ...]) -> BlockRange:
+def ranges(draw: Any, shape: tuple[int, ...]) -> ChunkRange:
     """A flat range of a part of a tensor, which is cut evenly along some dimensions."""
-    block = []
+    chunk = []
     for size in shape:
         parts = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-        block.append((draw(st.integers(0, parts - 1)) * (size // parts), size // parts))
-    numel = math.prod([size for _, size in block])
+        chunk.append((draw(st.integers(0, parts - 1)) * (size // parts), size // parts))
+    numel = math.prod([size for _, size in chunk])
     some = st.tuples(*[st.integers(0, numel)] * 2).map(sorted)
-    return BlockRange(tuple(block), *draw(st.just((0, numel)) | some))
+    return ChunkRange(tuple(chunk), *draw(st.just((0, numel)) | some))
 
 
-def elements(x: torch.Tensor, r: BlockRange) -> list[int]:
-    for dim, (offset, size) in enumerate(r.block):
+def elements(x: torch.Tensor, r: ChunkRange) -> list[int]:
+    for dim, (offset, size) in enumerate(r.chunk):
         x = x.narrow(dim, offset, size)
     return x.reshape(-1)[r.start : r.stop].tolist()
 
@@ -62,7 +62,7 @@ def test_runs_are_what_two_ranges_share(shape, data):
 
 
 def test_ranges_of_one_block_share_one_run():
-    block = full_block((300, 7))
-    assert len(list(runs(BlockRange(block, 3, 900), BlockRange(block, 10, 2000)))) == 1
-    columns = BlockRange(((0, 300), (0, 7)), 0, 2100), BlockRange(((0, 150), (0, 7)), 0, 1050)
+    chunk = full_chunk((300, 7))
+    assert len(list(runs(ChunkRange(chunk, 3, 900), ChunkRange(chunk, 10, 2000)))) == 1
+    columns = ChunkRange(((0, 300), (0, 7)), 0, 2100), ChunkRange(((0, 150), (0, 7)), 0, 1050)
     assert len(list(runs(*columns))) == 1, "whole rows are one run"

@@ -1,4 +1,4 @@
-"""Start the lane's processes, on the CUDA without a GPU or on a real one, and keep what they measured."""
+"""Start the processes of `make cuda`, on the CUDA without a GPU or on a real one, and keep what they measured."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ SECONDS = 900
 
 
 def is_here() -> bool:
-    """Whether this Python has a CUDA build of torch, so that the lane can run."""
+    """Whether this Python has a CUDA build of torch, so that `make cuda` can run."""
     return torch.version.cuda is not None
 
 
@@ -37,7 +37,7 @@ def has_gpu() -> bool:
 
 @functools.cache
 def variables(lazy: bool = False) -> dict[str, str]:
-    """Return the environment of the lane's processes."""
+    """Return the environment of the processes of `make cuda`."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     env |= {"LOCAL_RANK": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if has_gpu():
@@ -119,7 +119,7 @@ def run(
     card: str = "",
     expandable: bool = False,
 ) -> str:
-    """Run a command in a project, in the lane's environment, and return its output.
+    """Run a command in a project, in the environment of `make cuda`, and return its output.
 
     Raises:
         AssertionError: if it fails; with its last lines.
