@@ -1,11 +1,12 @@
 """Check a change while it is made: lint and types of the changed files, and the tests that mirror them. `make check`.
 
-A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`. Where there is no such file, the tests that catch the
-faults planted in it (`tests/mutants`) are its tests, or else all of `tests/a/`; an `__init__.py` has no mirror. Code
-that tests of a folder share has those of its tests that import it. Changed files of tests run first, then the mirrors.
-30 seconds are shared by these files, so that some tests of each run: a file's tests stop when its share is over, and
-what it saves goes to the later files. Last, and always, run the tests of the structure and of the reference. Laws try
-few examples. A warning names each file whose tests were left out: `make test` runs all.
+A file `fzero/a/_b.py` has its tests in `tests/a/test_b.py`, in those that are named after its folder and in those that
+catch the faults planted in it (`tests/mutants`), or else in all of `tests/a/`; an `__init__.py` has no mirror. Tests on
+real processes are left out where there are others. Code that tests of a folder share has those of its tests that import
+it. Changed files of tests run first, then the mirrors. 30 seconds are shared by these files, so that some tests of each
+run: a file's tests stop when its share is over, and what it saves goes to the later files. Last, and always, run the
+tests of the structure and of the reference. Laws try few examples. A warning names each file whose tests were left out:
+`make test` runs all.
 """
 
 import argparse
@@ -53,12 +54,22 @@ def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MU
         module = ".".join(path.with_suffix("").parts)
         return [str(x.relative_to(root)) for x in readers if f"from {module} import" in x.read_text()]
     within, name = path.relative_to("fzero"), path.stem.removeprefix("_")
+    if path.stem == "__init__":
+        return []
     folder = root / "tests" / within.parent
-    own = [folder / f"test_{name}.py"]
+    own = folder / f"test_{name}.py"
     catching = [root / test for m in faults if m.file == str(within) for test in m.tests[:1]]
-    of_folder = sorted(folder.glob("test_*.py")) if within.parent.name and path.stem != "__init__" else []
-    choices = ([x for x in some if x.is_file()] for some in (own, catching, of_folder))
-    return [str(x.relative_to(root)) for x in dict.fromkeys(next(filter(None, choices), []))]
+    results = [x for x in (own, *_laws_of(folder), *catching) if x.is_file()]
+    if own not in results and not catching and within.parent.name:
+        results += sorted(folder.glob("test_*.py"))
+    results = [x for x in results if x.parent.name != "distributed"] or results
+    return [str(x.relative_to(root)) for x in dict.fromkeys(results)]
+
+
+def _laws_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    """List the tests that are named after a folder, in it or beside it: laws of tables such as the collectives'."""
+    named = [*folder.glob(f"test_{folder.name}*.py"), *folder.glob("test_laws.py")]
+    return sorted(named) + sorted(folder.parent.glob(f"test_{folder.name}.py"))
 
 
 def whole_project() -> list[str]:

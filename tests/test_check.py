@@ -19,7 +19,23 @@ ROOT = pathlib.Path(__file__).parents[1]
         ("fzero/graph/_any_length.py", ["tests/graph/test_any_length.py"]),
         (
             "fzero/optim/_precision.py",
-            ["tests/sharding/test_coded.py", "tests/test_masters_as_shards.py", "tests/test_precision.py"],
+            [
+                "tests/optim/test_optim.py",
+                "tests/optim/test_optim_laws.py",
+                "tests/sharding/test_coded.py",
+                "tests/test_masters_as_shards.py",
+                "tests/test_precision.py",
+            ],
+        ),
+        ("fzero/parallel/schedules/_greedy.py", ["tests/parallel/schedules/test_schedules.py"]),
+        ("fzero/graph/passes/_recast.py", ["tests/graph/passes/test_recast.py", "tests/graph/test_passes.py"]),
+        (
+            "fzero/collectives/_moves.py",
+            [
+                "tests/collectives/test_moves.py",
+                "tests/collectives/test_collectives.py",
+                "tests/sharding/test_partition_and_gather.py",
+            ],
         ),
         ("fzero/_donated.py", ["tests/graph/trace/test_donation.py", "tests/test_remedies.py"]),
         ("tests/test_errors.py", ["tests/test_errors.py"]),
@@ -43,15 +59,18 @@ def test_a_file_has_the_tests_of_its_name_or_of_its_faults(file, expected):
     assert all((ROOT / test.split("::")[0]).exists() for test in expected)
 
 
-def test_what_has_neither_has_the_tests_of_its_folder(tmp_path):
-    for name in ("tests/a/test_b.py", "tests/a/test_c.py", "tests/d/test_e.py", "fzero/a/_f.py"):
+def test_a_file_without_tests_of_its_own_or_of_faults_has_those_of_its_folder(tmp_path):
+    names = ("tests/a/test_b.py", "tests/a/test_c.py", "tests/d/test_e.py", "tests/distributed/test_h.py")
+    for name in (*names, "tests/i/test_i.py", "fzero/a/_f.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    fault = Mutant("a fault", "a/_g.py", "g", (never("A"),), ("tests/d/test_e.py", "-k", "x"))
-    assert mirrored("fzero/a/_b.py", tmp_path, [fault]) == ["tests/a/test_b.py"]
-    assert mirrored("fzero/a/_g.py", tmp_path, [fault]) == ["tests/d/test_e.py"]
-    assert mirrored("fzero/a/_f.py", tmp_path, [fault]) == ["tests/a/test_b.py", "tests/a/test_c.py"]
-    assert mirrored("fzero/f.py", tmp_path, [fault]) == []
+    b, c, e, h = names
+    faults = [Mutant("a fault", f"a/_{x}.py", "g", (never("A"),), (t, "-k", "x")) for x in "bg" for t in (e, h)]
+    faults.append(Mutant("a fault", "i/_k.py", "g", (never("A"),), (h,)))
+    results = {x: mirrored(f"fzero/{x}.py", tmp_path, faults) for x in ("a/_b", "a/_g", "a/_f", "f", "i/_k", "i/_l")}
+    assert results["a/_b"] == [b, e] and results["a/_g"] == [e], "tests on processes are left out"
+    assert results["a/_f"] == [b, c] and results["f"] == []
+    assert results["i/_k"] == results["i/_l"] == ["tests/i/test_i.py"], "a file with the folder's name is always run"
 
 
 def test_changed_tests_run_first_and_those_of_the_whole_project_last():

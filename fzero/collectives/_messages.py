@@ -16,6 +16,7 @@ from fzero._torch import group_of, is_tracing
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
 from fzero.collectives import _record
+from fzero.collectives._sums import check_dim
 from fzero.collectives._table import LinearMap, MessageOptions, RankOperation, add_rows, apply
 from fzero.collectives.gloo import PendingMessages, wait
 
@@ -99,6 +100,7 @@ add_rows(
 
 
 def _message_options(name: str, x: torch.Tensor, peer: int, axis: str, tag: int) -> tuple[Axis, MessageOptions]:
+    check_dim(name, x, 0, min_ndim=0)
     (bound,) = resolve_axes(axis)
     if not is_int(peer) or not 0 <= peer < bound.size or (bound.group and peer == bound.rank):
         raise ValueError(
@@ -128,6 +130,7 @@ def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
         differentiated with respect to `x`.
 
     Raises:
+        TypeError: if `x` is no tensor.
         ValueError: if `to` is not another rank of the axis, or `tag` is out of range.
         RuntimeError: if the ranks are simulated by vmap, or the program is traced.
         DivergedError: in lockstep, if no rank receives the message.
@@ -164,6 +167,7 @@ def receive(
         The received tensor.
 
     Raises:
+        TypeError: if `like` or the ticket is no tensor.
         ValueError: if `source` is not another rank of the axis, `tag` is out of range, or the ticket is not of shape
             []. In lockstep also if another shape or dtype arrives.
         RuntimeError: if the ranks are simulated by vmap, or the program is traced.
@@ -182,6 +186,7 @@ def receive(
     """
     bound, options = _message_options("receive", like, source, axis, tag)
     x = like.new_zeros(()) if ticket is None else ticket
+    check_dim("receive(ticket=)", x, 0, min_ndim=0)
     if x.ndim:
         raise ValueError(
             f"fzero.collectives.receive: the ticket is {list(x.shape)}: expected a tensor of shape [], such as x.sum()"

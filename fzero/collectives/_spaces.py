@@ -7,6 +7,7 @@ import torch
 
 from fzero._torch import copy_to_device
 from fzero._torch.types import Tensors
+from fzero.collectives._sums import check_dim
 from fzero.collectives._table import NO_AXIS, DeviceOptions, LinearMap, RankOperation, add_rows, apply
 
 __all__ = ["start_to_host", "to_device", "to_host", "wait_to_host"]
@@ -55,22 +56,30 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
     A tensor that is in host memory already, as on a machine without accelerators, is copied too.
 
+    Raises:
+        TypeError: if `x` is no tensor, such as a box or a tree of tensors.
+
     Example:
         >>> import fzero
         >>> fzero.collectives.to_host(torch.ones(2))
         tensor([1., 1.])
     """
+    check_dim("to_host", x, 0, min_ndim=0)
     return apply(NO_AXIS.token, "to_host", NO_AXIS.binding, DeviceOptions(x.device), x)[0]
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor from host memory to a device, differentiably: the transpose of `to_host`.
 
+    Raises:
+        TypeError: if `x` is no tensor, such as a box or a tree of tensors.
+
     Example:
         >>> import fzero
         >>> fzero.collectives.to_device(fzero.collectives.to_host(torch.ones(2)), "cpu")
         tensor([1., 1.])
     """
+    check_dim("to_device", x, 0, min_ndim=0)
     return apply(NO_AXIS.token, "to_device", NO_AXIS.binding, DeviceOptions(torch.device(device)), x)[0]
 
 

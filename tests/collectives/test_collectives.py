@@ -10,11 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import PerRank
-from fzero.testing import world_sizes
 from tests.collectives.helpers import COLLECTIVES, simulations, stacked
 from tests.helpers import examples
-
-N = world_sizes()
 
 
 def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate: str = "vmap") -> torch.Tensor:
@@ -23,19 +20,24 @@ def on_ranks(n: int, f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate
     return mesh.spmd(lambda *xs: PerRank(f(*xs)))(*[PerRank(x) for x in xs]).value
 
 
-names = st.sampled_from(sorted(COLLECTIVES))
+# hypothesis tries the first first, so that a law with one example meets ranks whose results differ
+RANKS = st.sampled_from([3, 2, 5, 1, 4, 8, 6, 7])
+FEW_RANKS = st.sampled_from([3, 2, 4, 1])
+each_collective = pytest.mark.parametrize("name", sorted(COLLECTIVES))
 
 
-@examples(60, 120)
-@given(names, N, st.integers(0, 9), simulations)
+@each_collective
+@examples(5, 10)
+@given(n=RANKS, seed=st.integers(0, 9), simulate=simulations)
 def test_collective_computes_what_its_name_says(name, n, seed, simulate):
     f, shape, expected = COLLECTIVES[name]
     X = stacked(n, *shape(n), seed=seed)
     torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
 
 
-@examples(8, 40)
-@given(names, N)
+@each_collective
+@examples(1, 4)
+@given(n=FEW_RANKS)
 def test_lockstep_equals_vmap_bit_for_bit(name, n):
     """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""
     f, shape, _ = COLLECTIVES[name]
@@ -55,8 +57,9 @@ def test_lockstep_equals_vmap_bit_for_bit(name, n):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@examples(30, 120)
-@given(names, N, st.integers(0, 9))
+@each_collective
+@examples(3, 10)
+@given(n=RANKS, seed=st.integers(0, 9))
 def test_a_transpose_passes_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
     f, shape, _ = COLLECTIVES[name]
@@ -67,8 +70,9 @@ def test_a_transpose_passes_the_dot_product_test(name, n, seed):
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=30)
-@given(names, N)
+@each_collective
+@examples(3, 6)
+@given(n=RANKS)
 def test_gradient_inside_the_program_is_the_gradient_outside(name, n):
     """grad inside is d(sum over ranks of the loss) / d(own input): what differentiating the simulation gives."""
     f, shape, _ = COLLECTIVES[name]
@@ -82,16 +86,18 @@ def test_gradient_inside_the_program_is_the_gradient_outside(name, n):
     torch.testing.assert_close(inside, outside, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=30)
-@given(names, N)
+@each_collective
+@examples(3, 6)
+@given(n=RANKS)
 def test_jvp_is_the_collective_of_the_tangent(name, n):
     f, shape, _ = COLLECTIVES[name]
     X, T = stacked(n, *shape(n)), stacked(n, *shape(n), seed=1)
     torch.testing.assert_close(on_ranks(n, lambda x, t: torch.func.jvp(f, (x,), (t,))[1], X, T), on_ranks(n, f, T))
 
 
-@examples(15, 30)
-@given(names, st.integers(1, 5), st.integers(1, 3))
+@each_collective
+@examples(2, 4)
+@given(n=RANKS, b=st.sampled_from([2, 1, 3]))
 def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
     """vmap(f) inside a rank program equals f on each sample, also when the sizes are equal."""
     f, shape, _ = COLLECTIVES[name]
@@ -104,8 +110,9 @@ def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
         torch.testing.assert_close(moved, got)
 
 
-@examples(10, 20)
-@given(names, st.integers(1, 4))
+@each_collective
+@examples(1, 3)
+@given(n=FEW_RANKS)
 def test_vmap_gives_the_gradient_of_each_sample(name, n):
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, 3, *shape(n))
@@ -118,8 +125,9 @@ def test_vmap_gives_the_gradient_of_each_sample(name, n):
     torch.testing.assert_close(got, torch.stack(one_by_one, 1))
 
 
-@examples(10, 20)
-@given(names, st.integers(1, 4))
+@each_collective
+@examples(1, 3)
+@given(n=FEW_RANKS)
 def test_a_gradient_of_a_gradient_is_that_of_stacked_ranks(name, n):
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, *shape(n))
@@ -132,8 +140,9 @@ def test_a_gradient_of_a_gradient_is_that_of_stacked_ranks(name, n):
     torch.testing.assert_close(inside, outside, rtol=1e-10, atol=1e-10)
 
 
-@examples(5, 20)
-@given(names, st.integers(1, 4))
+@each_collective
+@examples(1, 2)
+@given(n=FEW_RANKS)
 def test_traces_with_make_fx(name, n):
     f, shape, _ = COLLECTIVES[name]
 
@@ -146,10 +155,42 @@ def test_traces_with_make_fx(name, n):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8])
-@pytest.mark.parametrize("name", sorted(COLLECTIVES))
+@each_collective
 def test_dtypes_are_kept(name, dtype):
     f, shape, _ = COLLECTIVES[name]
     assert on_ranks(3, f, torch.ones(3, *shape(3)).to(dtype)).dtype == dtype
+
+
+# public functions that no row of COLLECTIVES has: laws of their own say what they compute
+OTHERS = {
+    name: getattr(fzero.collectives, name) for name in ("psum_invariant", "pvary", "all_gather_invariant", "to_host")
+}
+OTHERS |= {
+    "to_device": lambda x: fzero.collectives.to_device(x, "cpu"),
+    "send": lambda x: fzero.collectives.send(x, 0, "dp"),
+    "receive": lambda x: fzero.collectives.receive(x, 0, "dp"),
+    "receive, the ticket": lambda x: fzero.collectives.receive(
+        torch.ones(()), 1 - int(fzero.axes.axis_index()), "dp", ticket=x
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [1.0, {"a": 1.0}, "box"], ids=["float", "dict", "box"])
+@pytest.mark.parametrize("name", sorted([*COLLECTIVES, *OTHERS]))
+def test_a_collective_refuses_all_but_tensors(name, value):
+    """Within a mesh, and outside of any, where most collectives are the identity."""
+    mesh = fzero.mesh(dp=2, simulate="lockstep")
+    f = COLLECTIVES[name][0] if name in COLLECTIVES else OTHERS[name]
+    if value == "box":
+        value = fzero.shard(lambda *state: state, stage=3, mesh=mesh).init({"w": torch.ones(4)}, fzero.optim.sgd(0.1))[
+            0
+        ]["w"]
+    message = "takes one tensor, but was given|a collective takes tensors, but|would add different parts of the tree"
+    with pytest.raises(TypeError, match=message):
+        mesh.spmd(lambda: f(value))()
+    if name not in ("send", *[n for n in OTHERS if n.startswith("receive")]):  # these need an axis
+        with pytest.raises(TypeError, match=message):
+            f(value)
 
 
 def test_bool_sums_as_int64():
@@ -164,8 +205,8 @@ def test_means_of_bools_are_bools():
         assert out.tolist() == [all(x)] * 3 and out.dtype == torch.bool
 
 
-@given(N)
 @settings(max_examples=8)
+@given(RANKS)
 def test_constants_and_replicated_values_count_once_for_each_rank(n):
     """A value that no rank made different still counts once for each rank."""
     mesh = fzero.mesh(dp=n)
