@@ -20,7 +20,7 @@ OFFLOAD_DELAY = ("tests/optim/test_delayed_offload.py",)
 
 MUTANTS = [
     *File("collectives/_spaces.py", MOVES).faults(
-        Fault("the transpose of to_host is to_host", "", constant("to_device", "to_host", at="2 of 4")),
+        Fault("the transpose of to_host is to_host", "", constant("to_device", "to_host", at="2 of 5")),
         Fault("to_host of a host tensor is a view, not a copy", "_to_host", becomes("A(B).copy_", "B.view_as")),
         Fault(
             "the stand-in of a move keeps the strides",
