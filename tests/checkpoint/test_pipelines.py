@@ -19,8 +19,7 @@ from tests.checkpoint.helpers import body_of, write_manifest
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
 from tests.parallel.pipeline.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
-
-NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+from tests.parallel.schedules.named import NAMED
 
 
 class Placed(NamedTuple):

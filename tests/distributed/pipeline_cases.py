@@ -30,13 +30,13 @@ from tests.parallel.pipeline.model import (
     trained,
     trained_on,
 )
+from tests.parallel.schedules.named import NAMED
 from tests.tiny_gpt import gpt_block, gpt_params
 
 CASES: Cases = {}
 SLOW: Cases = {}
 case = into(CASES)
 slow = into(CASES, SLOW)
-NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 
 
 def mesh_of(world: fzero.ranks.Mesh) -> fzero.ranks.Mesh:

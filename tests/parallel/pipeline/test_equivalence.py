@@ -25,6 +25,7 @@ from tests.parallel.pipeline.model import (
     trained,
     trained_on,
 )
+from tests.parallel.schedules.named import NAMED
 from tests.parallel.schedules.strategies import schedules
 
 SIMULATED = ("vmap", "lockstep")
@@ -34,7 +35,6 @@ def one_unit(path: str, leaf: Any) -> str:
     return "all"
 
 
-NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 simulations = st.sampled_from(["vmap", "lockstep"])
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import fzero
 from tests.helpers import LEAST, cases, either
 from tests.parallel.pipeline.model import OPT, batch_of, loss_of, params_of, step_of
+from tests.parallel.schedules.named import NAMED
 
-NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
 ROWS = batch_of(19)
 DATA = [{name: x[i] for name, x in ROWS.items()} for i in range(19)]
 

@@ -16,8 +16,7 @@ from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
 from fzero.graph.loop._split import Residual, split
 from tests.helpers import cases, either, examples
 from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
-
-NAMED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zbv": 2}
+from tests.parallel.schedules.named import NAMED
 
 
 def planned(
