@@ -10,6 +10,7 @@ from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph._storages import SpaceError
+from fzero.graph.planning._caching_allocator import AllocatorPeaks
 from fzero.graph.planning._clocks import LIMITS, Interval
 from fzero.graph.planning._collective_seconds import transfer_seconds
 from fzero.graph.planning._cost import product_seconds
@@ -21,6 +22,7 @@ from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into
 
 __all__ = [
+    "AllocatorPeaks",
     "Hardware",
     "Interval",
     "JitOptions",

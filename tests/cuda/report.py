@@ -29,8 +29,8 @@ def write() -> None:
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
         "its segments, in a steady step. `plan` is `Plan.peak_bytes`, beside which a plan tells cuBLAS's workspace: "
-        "33.6 MB, which are in the other columns; `planned` is both. `expandable` is a run with "
-        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On 64 ranks, in bfloat16 with float32 masters and remat: "
+        "33.6 MB, which are in the other columns; `planned` is `Plan.allocator_peaks`, its peak of blocks or its "
+        "segments. `expandable` is a run with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On 64 ranks, in bfloat16 with float32 masters and remat: "
         f"{'; '.join(f'{name} with {batch}' for name, batch in LARGE.items())}.",
         _memory([r for r in rows if r["task"] in {*SIZES, *LARGE} and r["plan"]]),
         "## What a steady step asks of CUDA",
@@ -149,7 +149,11 @@ def _laws() -> str:
 
 def _memory(rows: list[dict[str, Any]]) -> str:
     head = ["model", "backend", "stage", "plan MB", "requested MB", "peak MB"]
-    head += [f"{ratio}{how}" for how in ("", ", expandable") for ratio in ("peak / planned", "reserved / peak")]
+    head += [
+        f"{ratio}{how}"
+        for how in ("", ", expandable")
+        for ratio in ("peak / planned", "reserved / peak", "reserved / planned")
+    ]
     expandable = {_key(r): r for r in rows if r["expandable"]}
     lines = [
         [
@@ -168,8 +172,10 @@ def _key(r: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _ratios(r: dict[str, Any]) -> list[str]:
-    """Return the peak in relation to the plan with its workspace, and the reserved bytes in relation to the peak."""
-    return [f"{r['peak'] / (r['plan'] + r['workspace']):.4f}", f"{r['reserved'] / r['peak']:.3f}"]
+    """Return the peak and the reserved bytes in relation to those of the plan's simulated allocator."""
+    planned = r["planned"]
+    reserved = [f"{r['reserved'] / n:.3f}" for n in (r["peak"], planned["reserved_bytes"])]
+    return [f"{r['peak'] / planned['allocated_bytes']:.4f}", *reserved]
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:

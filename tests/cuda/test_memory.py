@@ -1,8 +1,12 @@
 """Laws of memory: the caching allocator's peak is the plan's, and it reserves little more."""
 
+import json
+import sys
+
 import pytest
 
-from tests.cuda.processes import facts
+from fzero.graph.planning._caching_allocator import simulate_allocator
+from tests.cuda.processes import facts, run
 from tests.cuda.steps import LLAMA, MIXTRAL
 
 MODELS = [("gpt-1.5b", "fx"), ("bert-large", "fx"), ("bert-large", "inductor"), ("vit-g", "fx")]
@@ -27,13 +31,20 @@ def test_what_a_step_requests_is_its_plan(model, backend):
         assert step["requested"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
 
 
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize(("model", "backend"), MODELS)
-def test_the_peak_is_the_plans(model, backend, request):
-    if model == "gpt-1.5b":
-        reason = "blocks of 10 MB and more are rounded up to 2 MB each, 1.7% in all at stage 0; a plan counts none"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    for stage, step in models(model, backend).items():
-        assert step["peak"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
+def test_the_peak_is_the_plans_by_the_simulated_allocator(model, backend, expandable):
+    for stage, step in models(model, backend, expandable).items():
+        assert step["peak"] == pytest.approx(step["planned"]["allocated_bytes"], rel=0.006), f"stage {stage}"
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize(("model", "backend"), MODELS)
+def test_a_plan_tells_what_is_reserved(model, backend, expandable):
+    """A hole of 57 MB among Llama's arguments, which no plan knows, holds a buffer that else takes new memory."""
+    for stage, step in models(model, backend, expandable).items():
+        rel = 0.12 if (model, stage, expandable) == (LLAMA, 3, True) else 0.05
+        assert step["reserved"] == pytest.approx(step["planned"]["reserved_bytes"], rel=rel), f"stage {stage}"
 
 
 @pytest.mark.parametrize(("model", "backend"), MODELS)
@@ -50,7 +61,7 @@ def test_a_steady_step_asks_the_driver_for_no_memory(model, backend):
 
 
 @pytest.mark.parametrize(("model", "backend"), MODELS)
-def test_with_expandable_segments_the_peak_is_the_plans_and_a_step_asks_for_no_memory(model, backend):
+def test_with_expandable_segments_no_block_is_rounded_and_a_step_asks_for_no_memory(model, backend):
     for stage, step in models(model, backend, expandable=True).items():
         assert step["peak"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
         assert "malloc" not in step["counts"], f"stage {stage}"
@@ -63,3 +74,13 @@ def test_with_expandable_segments_little_more_is_reserved_than_used(model, backe
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     for stage, step in models(model, backend, expandable=True).items():
         assert step["reserved"] <= 1.05 * step["peak"], f"stage {stage}"
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_simulated_allocator_takes_what_torchs_takes(expandable):
+    output = run([sys.executable, "-m", "tests.cuda.allocations", "60"], lazy=True, expandable=expandable)
+    draws = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
+    assert len(draws) == 60
+    for seed, d in enumerate(draws):
+        peaks = simulate_allocator(d["kept"], d["ranges"], expandable_segments=expandable)
+        assert peaks == (d["allocated"], d["reserved"]), f"draw {seed}"

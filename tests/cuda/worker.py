@@ -9,6 +9,7 @@ collectives are torch's "fake" ones, since one card has no others to talk to.
 import argparse
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,6 +71,7 @@ def measured(
         "stage": stage,
         "plan": plan and plan.peak_bytes,
         "workspace": plan and plan.workspace_bytes,
+        "planned": plan and plan.allocator_peaks(expandable_segments=_segments_expand())._asdict(),
         "requested": memory["requested_bytes.all.peak"],
         "peak": memory["allocated_bytes.all.peak"],
         "reserved": memory["reserved_bytes.all.peak"],
@@ -80,6 +82,10 @@ def measured(
         "timeline": _timed(call, mesh.size) if timed else None,
         "kernels": sorted({e.name for e in events if e.kind in ("kernel", "product")}),
     }
+
+
+def _segments_expand() -> bool:
+    return "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def _timed(call: Callable[[], None], ranks: int) -> Timeline:

@@ -19,6 +19,7 @@ from fzero.graph._storages import is_move
 from fzero.graph.loop._loop_memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
+from fzero.graph.planning._caching_allocator import AllocatorPeaks, simulate_allocator
 from fzero.graph.planning._clocks import estimate_seconds, limits_of, timeline
 from fzero.graph.planning._collective_units import infer_units
 from fzero.graph.planning._hardware import Hardware
@@ -47,6 +48,12 @@ def _list_operations(graph: Graph) -> list[_ListedOperation]:
         if loop := loop_of(node):
             operations += [_ListedOperation(n, loop.iterations) for n in loop.body.nodes if n.op == "call_function"]
     return operations
+
+
+def _device_type(operations: Iterable[_ListedOperation]) -> str:
+    """Return the type of the device on which values lie: the accelerator's, if one of them is there."""
+    kinds = {x.device.type for n, _ in operations for x in stand_ins_of(n)}
+    return min(sorted(kinds), key=("cpu", "meta").__contains__, default="cpu")
 
 
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
@@ -186,6 +193,7 @@ class Plan(FigureReport):
         workspace_bytes: the bytes that a GPU's matrix products take beside the peak, from the first product on.
         limits: the step's seconds by what bounds them: "products", "memory" (its bandwidth), "launches", "wire" (a
             wait for a collective), "host link", "host" or "pipeline". They add up to `seconds`.
+        device_type: the type of the device on which the step's values lie, such as "cuda".
     """
 
     name: str
@@ -199,6 +207,7 @@ class Plan(FigureReport):
     messages: tuple[SentMessage, ...] = ()
     workspace_bytes: int = 0
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    device_type: str = "cpu"
 
     @cached_property
     def live(self) -> list[int]:
@@ -226,6 +235,30 @@ class Plan(FigureReport):
             ValueError: if `space` is neither.
         """
         return max(self.live_in(space), default=0)
+
+    def allocator_peaks(self, *, expandable_segments: bool = False) -> AllocatorPeaks:
+        """Return what torch's caching allocator takes on a GPU for the step, in bytes, workspaces included.
+
+        The allocator is simulated: its default settings, and the step's storages in their order. What else the program
+        keeps on the device, and the memory that it took and freed before, are not known here.
+
+        Args:
+            expandable_segments: whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set.
+
+        Example:
+            >>> import fzero, torch
+            >>> plan = fzero.plan(lambda x: x.exp() @ x, torch.randn(1024, 1024), hardware="cuda")
+            >>> plan.peak_bytes, plan.workspace_bytes
+            (12582912, 33554432)
+            >>> plan.allocator_peaks()
+            AllocatorPeaks(allocated_bytes=46137344, reserved_bytes=54525952)
+        """
+        storages = [r for r in self.ranges if r.space == "device"]
+        return simulate_allocator(
+            [*(r.bytes for r in storages if r.start < 0), self.workspace_bytes],
+            [(r.start, r.stop, r.bytes) for r in storages if r.start >= 0],
+            expandable_segments=expandable_segments,
+        )
 
     @property
     def peak_at(self) -> int:
@@ -336,6 +369,7 @@ def make_plan(
         ),
         _workspace_bytes(ops),
         limits_of(timeline(graph, hardware)),
+        _device_type(ops),
     )
 
 

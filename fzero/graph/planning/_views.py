@@ -49,6 +49,11 @@ def summary(plan: "Plan") -> str:
             lines.append(f"  {format_bytes(sum(by_label.values())):>10}  {kind}{largest}")
     if plan.workspace_bytes:
         lines.append(f"beside the peak: {format_bytes(plan.workspace_bytes)} workspace of matrix products")
+    if plan.device_type == "cuda":
+        reserved, expanding = [
+            format_bytes(plan.allocator_peaks(expandable_segments=x).reserved_bytes) for x in (False, True)
+        ]
+        lines.append(f"torch's caching allocator reserves {reserved}, with expandable segments {expanding}")
     moved, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
     if count:
         lines.append(f"{count} collectives move {format_bytes(moved)}:")
