@@ -61,6 +61,7 @@ def _sharded(model: str, stage: int, backend: Any, setting: Setting) -> Callable
         ratio = row["requested MB"] / row["plan MB"]
         if "reserved MB" in row:
             row["reserved / plan"] = row["reserved MB"] / row["plan MB"]
+            row["reserved / planned"] = row["reserved MB"] * MB / plan.allocator_peaks().reserved_bytes
         if not setting.toy and (limit := PUBLISHED.get((model, stage))):
             row["published MB"] = limit
         # a plan for a CPU counts gloo's buffers, which a world whose ranks do not exist does not take

@@ -29,8 +29,9 @@ def write() -> None:
         "## Memory",
         "`requested` is the caching allocator's peak of requested bytes, `peak` that of its blocks, `reserved` that of "
         "its segments, in a steady step. `plan` is `Plan.peak_bytes`, beside which a plan tells cuBLAS's workspace: "
-        "33.6 MB, which are in the other columns; `planned` is `Plan.allocator_peaks`, its peak of blocks or its "
-        "segments. `expandable` is a run with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On 64 ranks, in bfloat16 with float32 masters and remat: "
+        "33.6 MB, which are in the other columns; `planned` is `Plan.allocator_peaks`, of blocks or of segments. "
+        "`expandable` is a run with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On 64 ranks, in bfloat16 with "
+        "float32 masters and remat: "
         f"{'; '.join(f'{name} with {batch}' for name, batch in LARGE.items())}.",
         _memory([r for r in rows if r["task"] in {*SIZES, *LARGE} and r["plan"]]),
         "## What a steady step asks of CUDA",

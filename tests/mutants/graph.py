@@ -290,6 +290,16 @@ MUTANTS = [
     *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
         Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in _PRODUCTS")),
     ),
+    *File("graph/planning/_caching_allocator.py", ("tests/graph/planning/test_caching_allocator.py",)).faults(
+        Fault("free blocks beside each other stay apart", "_Pool.release", never("A is not None and A.free")),
+        Fault("what is left of a large block is always given back", "_Pool.allocate", becomes("A > _MB", "A >= 512")),
+        Fault("a segment that can grow keeps its free end unused", "_Pool._grow", never("A is not None and A.free")),
+        Fault(
+            "the block that can grow is taken before others", "_Pool._best_fit", never("self.expandable and A and B")
+        ),
+        Fault("blocks are as large as what was asked for", "_Allocator.allocate", bare("max(_round_up(A, B), C)")),
+        Fault("storages are freed before their operation's others are made", "simulate_allocator", constant(2, 1)),
+    ),
     *File("graph/_trace_agreement.py", ("tests/graph/test_ops.py",)).faults(
         Fault("ranks with different GPU indices disagree on the graph", "_signature", bare("_DEVICE.sub(B, A)")),
     ),
