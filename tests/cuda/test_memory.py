@@ -40,7 +40,7 @@ def test_the_peak_is_the_plans_by_the_simulated_allocator(model, backend, expand
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize(("model", "backend"), MODELS)
-def test_a_plan_tells_what_is_reserved(model, backend, expandable):
+def test_a_plan_tells_the_reserved_bytes(model, backend, expandable):
     """A hole of 57 MB among Llama's arguments, which no plan knows, holds a buffer that else takes new memory."""
     for stage, step in models(model, backend, expandable).items():
         rel = 0.12 if (model, stage, expandable) == (LLAMA, 3, True) else 0.05
@@ -77,7 +77,7 @@ def test_with_expandable_segments_little_more_is_reserved_than_used(model, backe
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_the_simulated_allocator_takes_what_torchs_takes(expandable):
+def test_the_simulated_allocator_reserves_as_many_bytes_as_torchs(expandable):
     output = run([sys.executable, "-m", "tests.cuda.allocations", "60"], lazy=True, expandable=expandable)
     draws = [json.loads(line.removeprefix("FACTS ")) for line in output.splitlines() if line.startswith("FACTS ")]
     assert len(draws) == 60
