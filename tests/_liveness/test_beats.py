@@ -58,14 +58,14 @@ def test_a_rank_that_works_is_not_idle(monitor):
     assert rank.place(1500.0).idle > 300
 
 
-def test_where_the_system_does_not_tell_all_that_is_said(monitor):
+def test_a_place_says_where_the_system_knows_only_a_part_of_its_use(monitor):
     rank = process(monitor)
     for now in range(3):
         monitor.use = _Usage("S", 0.0, now < 2)
         assert rank.place(float(now)).is_known == (now == 1)  # at a new place, the system is not asked
 
 
-def test_a_link_without_an_answer_is_told_while_the_rank_stays_at_its_place(monitor):
+def test_a_beat_carries_a_cut_link_until_the_rank_moves_on(monitor):
     rank = process(monitor)
     rank.place(0.0)
     monitor.use = _Usage("S", 0.0, True, {LINK: 40.0})

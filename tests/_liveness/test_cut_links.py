@@ -74,7 +74,7 @@ def test_a_link_that_carries_data_again_is_forgotten():
     assert world.ends.questions(2) == [] and world.ends.answers(1) == []
 
 
-def test_both_ends_may_ask():
+def test_both_ends_of_a_link_may_ask_whether_it_carries_data():
     """Each has data under way to the other."""
     ends = LinkEnds(LIMIT)
     ends.hear(1, [LINK], [], 0.0)

@@ -40,7 +40,7 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(hearts):
     assert first.explain(lost) is None
 
 
-def test_work_in_steps_and_between_them_is_counted_without_waits(hearts):
+def test_seconds_of_work_within_and_between_steps_leave_waits_out(hearts):
     heart, pauses = hearts[0], []
     for place in ("step", "wait", "between"):
         begin = time.perf_counter()
@@ -72,7 +72,7 @@ def test_a_restarted_rank_counts_the_steps_of_its_run(hearts, tmp_path, monkeypa
     assert lost.seen in ("in step 121, the outer step", "in step 121, between steps")  # when its heartbeat looks
 
 
-def test_without_its_process_a_connection_is_not_explained(hearts):
+def test_without_its_heartbeat_process_a_rank_explains_no_broken_connection(hearts):
     hearts[1]._process.kill()
     start = time.monotonic()
     assert hearts[1].explain(BROKEN) is None

@@ -124,7 +124,7 @@ def test_a_rank_that_works_long_is_not_lost(seconds):
     assert set(network.verdicts().values()) == {None}
 
 
-def test_ranks_that_wait_for_one_another_are_told():
+def test_a_deadlock_of_waiting_ranks_is_a_verdict():
     network = Network(3)
     network.run(10)
     network.places = {r: WAITS._replace(host=f"host-{r}", idle=STALL + 1, count=r) for r in range(3)}
@@ -134,7 +134,7 @@ def test_ranks_that_wait_for_one_another_are_told():
 
 
 @pytest.mark.parametrize("works", [None, 0, 1])
-def test_ranks_that_are_all_idle_are_told_after_the_limit(works):
+def test_ranks_that_are_all_idle_get_a_verdict_after_the_limit(works):
     """Where the system does not tell all that a rank uses, they are waited for until it has been idle for longer."""
     network = Network(2)
     network.run(10)
@@ -146,7 +146,7 @@ def test_ranks_that_are_all_idle_are_told_after_the_limit(works):
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_a_rank_that_works_without_end_is_told_after_twice_the_time(waiting):
+def test_a_rank_that_works_without_end_is_blamed_after_twice_the_timeout(waiting):
     """In a loop that never ends, or in a wait that looks around without a pause."""
     network = Network(3)
     network.run(10)
@@ -160,7 +160,7 @@ def test_a_rank_that_works_without_end_is_told_after_twice_the_time(waiting):
     assert "it has worked at one place for 601 s, and the" in str(network.hub.verdict)
 
 
-def test_a_cut_link_between_two_ranks_is_told_after_the_limit():
+def test_a_cut_link_between_two_ranks_is_a_verdict_after_the_limit():
     """The rank at which most such links end is named, with one at the other end."""
     network = Network(4)
     network.run(10)
@@ -175,7 +175,7 @@ def test_a_cut_link_between_two_ranks_is_told_after_the_limit():
     assert text in str(network.hub.verdict)
 
 
-def test_a_rank_that_was_never_heard_is_told_if_all_others_wait():
+def test_a_rank_without_a_heartbeat_is_blamed_if_all_others_wait():
     """It was lost between the meeting at the first mesh and its first heartbeat."""
     hub, member = WorldJudge(3, LIMIT, STALL), RankZeroJudge(LIMIT, "host-0")
     for rank in (0, 1):
@@ -190,7 +190,7 @@ def test_a_rank_that_was_never_heard_is_told_if_all_others_wait():
     assert verdict is not None and (verdict.rank, verdict.host) == (0, "host-0")
 
 
-def test_an_idle_rank_for_which_others_wait_is_told():
+def test_an_idle_rank_for_which_others_wait_is_blamed():
     network = Network(3)
     network.places[1] = WORK._replace(idle=STALL + 1)
     network.run(10)
@@ -201,7 +201,7 @@ def test_an_idle_rank_for_which_others_wait_is_told():
     assert "and the others wait for it" in str(network.hub.verdict)
 
 
-def test_a_stopped_process_is_told_from_a_silent_one():
+def test_the_verdict_tells_a_stopped_process_from_a_silent_one():
     network = Network(3)
     network.run(10)
     network.places[1] = WORK._replace(process="stopped")
@@ -218,7 +218,7 @@ def test_a_stopped_process_is_told_from_a_silent_one():
 
 @pytest.mark.parametrize("process,reason", [("ended", "its script ended"), ("died", "died without a word")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_gone_is_lost_once_it_is_missed(process, reason, rank):
+def test_a_rank_whose_process_is_gone_is_lost_once_others_wait_for_it(process, reason, rank):
     network = Network(3)
     network.run(10)
     network.places[rank] = WORK._replace(process=process)
@@ -231,7 +231,7 @@ def test_a_process_that_is_gone_is_lost_once_it_is_missed(process, reason, rank)
     assert network.members[2].verdict is not None and network.members[2].verdict.rank == rank
 
 
-def test_others_may_go_on_among_themselves_after_a_rank_has_ended():
+def test_ranks_that_go_on_after_one_has_ended_get_no_verdict():
     """Also after rank 0 has, whose silence is no loss then."""
     network = Network(4)
     network.run(10)
@@ -245,7 +245,7 @@ def test_others_may_go_on_among_themselves_after_a_rank_has_ended():
     assert {r: v for r, v in network.verdicts().items() if r} == {1: None, 2: None, 3: None}
 
 
-def test_the_exception_of_a_rank_is_told():
+def test_the_verdict_has_the_exception_that_a_rank_raised():
     network = Network(2)
     network.run(10)
     network.places[1] = WORK._replace(process="failed", reason="ValueError: planted")
@@ -254,7 +254,7 @@ def test_the_exception_of_a_rank_is_told():
     assert network.hub.verdict is not None and network.hub.verdict.reason == "it raised ValueError: planted"
 
 
-def test_a_broken_connection_among_living_ranks_is_told_after_the_limit():
+def test_a_broken_connection_among_living_ranks_is_a_verdict_after_the_limit():
     network = Network(3)
     network.run(10)
     network.places[1] = WAITS._replace(broken="Connection reset by peer")

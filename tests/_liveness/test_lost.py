@@ -37,7 +37,7 @@ def test_a_rank_that_is_gone_is_named_at_once(what, timeout, reason, wait):
     "what,reason",
     [("raises", "it raised ValueError: planted"), ("ends", "its script ended while others wait for it")],
 )
-def test_how_a_script_ends_is_told(what, reason):
+def test_a_lost_rank_error_says_how_the_script_of_the_rank_ended(what, reason):
     """The ranks are real processes: a forked one skips the end of the interpreter."""
     port = free_port()
     command = [sys.executable, SCRIPT, what, "300"]

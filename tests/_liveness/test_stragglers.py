@@ -42,7 +42,7 @@ def test_one_slow_comparison_names_nobody():
         assert stragglers.slow_ranks == []
 
 
-def test_a_rank_is_compared_with_the_others_alone():
+def test_the_pace_of_a_rank_is_compared_with_the_median_of_the_other_ranks():
     """Of two ranks, one that is slower by 40%: the median with itself would hide it."""
     stragglers = Stragglers()
     for step in range(0, 4 * _STEPS, _STEPS):

@@ -19,14 +19,14 @@ def test_the_peak_is_the_most_that_is_alive_at_once():
     assert memory.peak == 0
 
 
-def test_a_backward_pass_counts():
+def test_allocations_of_a_backward_pass_are_counted():
     x = torch.ones(1000, 100, requires_grad=True)
     with allocations() as memory:
         x.exp().sum().backward()
     assert memory.peak is not None and 800_000 <= memory.peak < 820_000
 
 
-def test_what_fails_ends_it():
+def test_an_exception_ends_the_record_of_allocations():
     with pytest.raises(ZeroDivisionError), allocations():
         raise ZeroDivisionError
     assert not profiling()

@@ -16,7 +16,7 @@ def values_of(t: int, s: int, groups: int = 1, width: int = 8) -> list[torch.Ten
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["all", "causal", "mask"])
-def test_the_kernel_and_the_definition_agree(groups, kind, monkeypatch):
+def test_the_attention_kernel_has_the_numbers_of_its_definition(groups, kind, monkeypatch):
     """With a query that attends to nothing. If this fails, torch's kernel for CPUs has another meaning."""
     values = values_of(6, 6 if kind == "causal" else 9, groups)
     keep = torch.rand(2, 1, 6, 9, generator=torch.Generator().manual_seed(0)) < 0.5 if kind == "mask" else None
@@ -38,7 +38,7 @@ def test_the_kernel_and_the_definition_agree(groups, kind, monkeypatch):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_the_definition_is_that_of_torch_for_values_of_another_width():
+def test_attention_with_wider_values_has_torchs_numbers():
     """There is no kernel: the gradients are those of autograd."""
     values = [x.requires_grad_() for x in values_of(5, 5, groups=2, width=6)]
     options: Any = (None, True, 0.3)
@@ -52,7 +52,7 @@ def test_the_definition_is_that_of_torch_for_values_of_another_width():
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_the_kernel_has_stand_ins():
+def test_the_attention_kernel_runs_on_fake_tensors():
     """For plans on the device "meta"."""
     values = [x.to("meta") for x in values_of(6, 9)]
     out, log_sum = partial_attention(*values, None, False, 1.0)

@@ -31,7 +31,7 @@ def test_tensors_that_fill_a_buffer_are_found_in_any_order(shapes, random, dtype
         assert x.numel() == 0 or x.flatten()[0] == torch.tensor(offset).to(dtype)
 
 
-def test_the_offsets_are_those_of_the_tensors():
+def test_a_buffer_lists_the_offsets_of_its_tensors():
     a, b, c = laid([(2, 3), (), (4,)])
     assert buffers_of([c, a, b]) == (Buffer((1, 2, 0), (0, 6, 7), 11),)
     assert not any(x._is_view() for x in (a, b, c))
@@ -55,13 +55,13 @@ def no_buffer() -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("what", no_buffer())
-def test_what_does_not_fill_its_memory_side_by_side_is_no_buffer(what):
+def test_tensors_with_gaps_or_overlaps_are_no_buffer(what):
     assert buffers_of(no_buffer()[what]) == ()
 
 
 @examples(25, 100)
 @given(SHAPES)
-def test_stand_ins_lie_as_what_they_stand_for(shapes):
+def test_fake_tensors_share_storages_as_their_originals_do(shapes):
     xs = [*laid(shapes), torch.ones(3, 2).t(), *laid(shapes)]
     fakes = fake_like(xs)
     assert buffers_of(fakes) == buffers_of(xs)

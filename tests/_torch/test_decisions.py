@@ -19,14 +19,14 @@ def test_a_function_that_decides_nothing_is_the_same_for_all_sizes_from_2_on():
     assert holds(lambda x: x[:-1] + x[1:].mean(0)) == [10, 11, 300]  # x[:-1] of two rows would broadcast
 
 
-def test_branches_of_python_and_of_operations_are_seen():
+def test_decisions_list_branches_of_python_and_of_operations():
     assert holds(lambda x: x * 2 if x.shape[0] > 10 else x) == [11, 300]
     assert holds(lambda x: x[:15]) == [300]  # of fewer rows it takes all
     assert holds(lambda x: x * 2 if x.shape[0] // 2 % 2 else x, (20, 8)) == [300]
     assert holds(lambda x: torch.func.grad(lambda y: (y * (3 if y.numel() < 100 else 4)).sum())(x)) == [300]
 
 
-def test_what_asks_for_sizes_in_cpp_is_run_otherwise():
+def test_operations_that_read_sizes_in_cpp_are_decomposed_to_follow_decisions():
     w = torch.zeros(8, 8)
 
     def f(x):
@@ -58,13 +58,13 @@ def test_what_asks_for_sizes_in_cpp_is_run_otherwise():
         (lambda x: x * (x.shape[0] in range(50, 10_000)), "compares the length more than 50 times"),
     ],
 )
-def test_what_cannot_be_decided_is_said(f, why, monkeypatch):
+def test_a_decision_without_a_formula_is_an_error_that_says_why(f, why, monkeypatch):
     monkeypatch.setitem(_torch.decisions.__globals__, "_COMPARISONS", 50)
     with pytest.raises(_torch.FixedSizeError, match=why):
         _torch.decisions(f, [torch.zeros(20, 8)], [(0, 0)], CPU)
 
 
-def test_what_a_function_catches_is_refused_all_the_same():
+def test_a_function_cannot_catch_the_error_of_an_undecidable_size():
     def f(x):
         try:
             return x.chunk(3)[0]
@@ -75,7 +75,7 @@ def test_what_a_function_catches_is_refused_all_the_same():
         _torch.decisions(f, [torch.zeros(20, 8)], [(0, 0)], CPU)
 
 
-def test_sizes_that_change_are_one_length():
+def test_two_sizes_that_change_together_are_one_length():
     assert holds(lambda x: x @ x, (20, 20), (0, 1)) == [2, 10, 11, 300]
     for f, shape in ((lambda x: x, (1, 8)), (lambda x: x, (0, 8))):  # torch has no symbols for these
         with pytest.raises(_torch.FixedSizeError, match="not one length"):

@@ -28,6 +28,6 @@ def test_grouped_heads_count_as_all_heads(heads):
     assert results == [2 * 2 * (2 * 4 * 8 * 8 * 16), 5 * 2 * (2 * 4 * 8 * 8 * 16)]
 
 
-def test_other_operations_keep_their_arguments():
+def test_operations_without_heads_keep_their_arguments():
     args = [torch.ones(2, 3), torch.ones(3, 4)]
     assert with_query_heads(torch.ops.aten.mm, args) is args

@@ -19,7 +19,7 @@ def two_sums() -> Graph:
     return graph
 
 
-def test_a_copy_is_what_node_copy_makes():
+def test_a_copied_graph_has_the_nodes_that_node_copy_makes():
     graph, slow = two_sums(), Graph()
     copies = {}
     for node in graph.nodes:
@@ -35,7 +35,7 @@ def test_a_copy_is_what_node_copy_makes():
     assert len(fast.find_nodes(op="call_function", target=torch.add)) == 1
 
 
-def test_a_copy_can_be_changed_like_any_graph_and_leaves_the_first_as_it_is():
+def test_changes_of_a_copied_graph_leave_the_original_alone():
     graph = two_sums()
     before, copy = str(graph), graph_of(graph.nodes)
     _, _, first, second, _ = copy.nodes

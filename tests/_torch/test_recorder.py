@@ -150,7 +150,7 @@ def test_operations_are_recorded_without_make_fx(monkeypatch):
     assert len(recorded) >= count > 20
 
 
-def test_other_than_plain_operations_are_left_to_make_fx():
+def test_operations_that_the_recorder_does_not_know_are_left_to_make_fx():
     aten = torch.ops.aten
     plain = [aten.add.Tensor, aten.add_.Tensor, aten.split_with_sizes.default, aten.native_dropout.default]
     others = [aten.matmul.default, aten.lift_fresh.default, aten._local_scalar_dense.default, aten.nonzero.default]
@@ -167,7 +167,7 @@ def test_nodes_say_whether_they_are_of_a_backward_pass():
     assert of["aten.cos.default"] and not of["aten.sin.default"] and not of["aten.exp.default"]
 
 
-def test_nodes_say_their_line_and_what_the_user_notes():
+def test_nodes_carry_their_source_line_and_the_users_annotations():
     def f(x: torch.Tensor) -> list[torch.Tensor]:
         with torch.fx.traceback.annotate({"mine": 3}):
             y = x.sin()
@@ -203,7 +203,7 @@ def test_a_function_is_recorded_as_one_node_whose_results_are_its_items():
     assert all(torch.equal(a, b) for a, b in zip(gm(x), f(x), strict=True))
 
 
-def test_one_node_that_a_transform_tracks_is_the_operations_that_it_runs():
+def test_under_a_transform_a_one_node_function_is_traced_as_its_operations():
     def f(x: torch.Tensor) -> list[torch.Tensor]:
         return [
             torch.func.vmap(lambda row: torch.cat(one_node(row)))(x),
@@ -216,16 +216,16 @@ def test_one_node_that_a_transform_tracks_is_the_operations_that_it_runs():
     assert all(torch.equal(a, b) for a, b in zip(gm(x), f(x), strict=True))
 
 
-def test_in_another_trace_one_node_is_the_operations_that_it_runs():
+def test_make_fx_traces_a_one_node_function_as_its_operations():
     assert one_node not in calls(make_fx(lambda x: one_node(x), tracing_mode="fake")(torch.ones(4)).graph)
 
 
-def test_one_node_has_one_name_in_all_processes():
+def test_a_one_node_function_has_the_same_name_in_all_processes():
     assert repr(one_node) == f"{__name__}.halves" and one_node.__name__ == "halves"
     assert pickle.loads(pickle.dumps(flatten_leaves)) is flatten_leaves
 
 
-def test_an_item_after_one_that_is_none_is_the_right_one():
+def test_results_after_a_none_keep_their_positions():
     def f(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         none, slope, _ = torch.ops.aten.convolution_backward(
             y, x, x[:1], None, [1], [0], [1], False, [0], 1, [False, True, False]

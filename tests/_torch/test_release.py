@@ -36,7 +36,7 @@ for name, wait in waits.items():
 """
 
 
-def test_waits_are_released():
+def test_ranks_in_a_collective_are_released_by_a_closed_connection():
     """The first waits when they are released; the others find the connections closed."""
     done = world(2, "-c", WAITS)
     lines = [f"{name} True True" for name in ("all_reduce", "recv", "functional", "barrier", "store")]
@@ -44,7 +44,7 @@ def test_waits_are_released():
 
 
 @pytest.mark.parametrize("error", [ValueError("gloo/transport"), RuntimeError("shape '[3]' is invalid"), OSError()])
-def test_other_errors_are_not_those_of_a_connection(error):
+def test_only_errors_of_a_connection_count_as_connection_errors(error):
     assert not is_connection_error(error)
     assert is_connection_error(torch.distributed.DistNetworkError("broken pipe"))
 

@@ -30,7 +30,7 @@ def test_the_product_is_that_of_the_decoded_numbers_to_the_last_bit(dtype, rowwi
     assert torch.equal(y, ((a.float() * scale_a) @ (b.float() * scale_b).mT).to(dtype))
 
 
-def test_its_work_is_counted_as_a_products():
+def test_the_flops_of_a_scaled_product_are_those_of_a_product():
     args: Any = integers(5, 32, E4M3), integers(48, 32, E4M3), torch.tensor(1.0), torch.tensor(1.0)
     graph = make_fx(lambda a, b, s, t: scaled_mm(a, b, s, t, torch.float32, False), tracing_mode="fake")(*args).graph
     assert [flops(n) for n in graph.nodes if flops(n)] == [2 * 5 * 32 * 48]

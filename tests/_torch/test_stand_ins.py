@@ -51,7 +51,7 @@ def described(out: Any, operands: list[torch.Tensor]) -> list[Any]:
 
 
 @pytest.mark.parametrize("run", CALLS)
-def test_the_second_result_is_like_the_first(run: Callable[[Any, Any, Any], Any]):
+def test_a_cached_stand_in_is_like_the_computed_one(run: Callable[[Any, Any, Any], Any]):
     with FakeTensorMode():
         x, y = torch.randn(3, 4), torch.randn(3, 4)
         cache = StandInCache()
@@ -99,7 +99,7 @@ def test_caches_share_forms_of_one_default_dtype():
     assert results == [torch.float32, torch.float64, torch.float32]
 
 
-def test_an_error_is_raised_each_time():
+def test_an_operation_that_raises_is_not_cached():
     with FakeTensorMode():
         cache = StandInCache()
         for _ in range(2):

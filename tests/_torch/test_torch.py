@@ -197,7 +197,7 @@ def test_traces_keep_a_custom_backward_and_the_source_line():
     assert lines and all(line.split(":")[0] == __file__ for line in lines)
 
 
-def test_traced_code_knows_that_it_is_compiled_and_only_it():
+def test_is_compiling_is_true_in_a_trace_alone():
     records = []
     _torch.trace(lambda x: records.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]))
     assert records == [True] and not torch.compiler.is_compiling()
@@ -277,7 +277,7 @@ def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_t
 
 @pytest.mark.slow
 @has_compiler
-def test_inductor_compiles_again_what_it_wrote_no_cpp_for():
+def test_inductor_compiles_anew_a_loop_whose_cpp_does_not_build():
     """Equal sums of halves in one loop: of torch 2.13 it declares `at_BFloat16_tmp_acc0_vec` twice."""
 
     def f(x: torch.Tensor) -> list[torch.Tensor]:
@@ -289,7 +289,7 @@ def test_inductor_compiles_again_what_it_wrote_no_cpp_for():
 
 
 @has_compiler
-def test_inductor_takes_a_length_as_an_argument_and_says_for_which_it_holds():
+def test_inductor_code_for_a_symbolic_length_has_guards():
     """The symbol, its range and the guards are the shape environment's."""
 
     def f(x: torch.Tensor) -> list[torch.Tensor]:
@@ -314,7 +314,7 @@ def test_inductor_takes_a_length_as_an_argument_and_says_for_which_it_holds():
     assert not holds(1)
 
 
-def test_levels_tell_what_tracks_a_tensor():
+def test_functorch_levels_tell_which_transforms_track_a_tensor():
     from fzero._torch.levels import is_differentiated, is_foreign, is_mapped, is_wrapped
 
     def within(x):
@@ -347,7 +347,7 @@ def test_levels_tell_what_tracks_a_tensor():
     torch.func.grad(lambda x: Below.apply(x, lambda: x).sum())(torch.ones(2))
 
 
-def test_torch_has_no_type_for_an_old_function_and_its_text_tells_it():
+def test_the_error_of_an_autograd_function_of_the_old_form_is_known_by_its_text():
     class Old(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -377,7 +377,7 @@ def test_a_tensor_that_a_vmap_does_not_map_over_is_known():
     assert may_differ(same, torch.arange(3))  # no vmap tells
 
 
-def test_hooks_on_gradients_are_seen():
+def test_hooks_on_gradients_are_listed():
     p = torch.nn.Parameter(torch.ones(2))
     assert modules.gradient_hooks(p) == []
     p.register_hook(lambda g: g)
@@ -385,7 +385,7 @@ def test_hooks_on_gradients_are_seen():
     assert modules.gradient_hooks(p) == ["register_hook", "register_post_accumulate_grad_hook"]
 
 
-def test_full_backward_hooks_of_modules_are_seen():
+def test_full_backward_hooks_of_modules_are_listed():
     module = torch.nn.Linear(2, 2)
     assert not modules.has_backward_hook(module)
     module.register_forward_hook(lambda *_: None)
@@ -397,7 +397,7 @@ def test_full_backward_hooks_of_modules_are_seen():
     assert modules.has_backward_hook(module)
 
 
-def test_a_modules_own_attributes_and_statistics_are_seen():
+def test_a_modules_own_attributes_and_statistics_are_listed():
     module = torch.nn.BatchNorm1d(2)
     module.register_buffer("scratch", torch.ones(1), persistent=False)
     assert set(modules.attributes(module)) == {
@@ -419,7 +419,7 @@ def test_a_write_changes_the_version_of_a_tensor():
         assert modules.version_of(torch.ones(2)) is None
 
 
-def test_memory_given_anew_is_seen_even_where_it_lies_at_the_address_of_the_old():
+def test_the_version_key_tells_new_memory_at_an_old_address():
     """A storage that is referred to weakly frees its memory, and no other takes its address."""
     for _ in range(100):
         x = torch.ones(3)

@@ -30,7 +30,7 @@ def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, _CallSite]]:
     return results
 
 
-def test_operations_are_shown_with_what_they_write_and_their_numbers():
+def test_a_watcher_is_given_each_operations_arguments_and_the_ones_it_writes():
     def f(x: torch.Tensor) -> None:
         y = x.masked_fill(x > 0, -1.5)
         y.add_(x)
@@ -58,7 +58,7 @@ def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
     assert {p.sequence_number for _, p in results if p.backward == "SqrtBackward0"} == {forward.sequence_number}
 
 
-def test_memory_is_told_apart_by_bytes_and_not_kept():
+def test_the_memory_of_a_tensor_is_known_by_its_bytes_and_not_kept_alive():
     x = torch.zeros(4, 3)
     whole, row = memory_of(x), memory_of(x[1])
     assert whole.storage == row.storage and (whole.first, whole.stop, row.first, row.stop) == (0, 48, 12, 24)
@@ -67,13 +67,13 @@ def test_memory_is_told_apart_by_bytes_and_not_kept():
     assert whole.is_freed and row.is_freed
 
 
-def test_what_has_no_values_is_not_real():
+def test_tensors_without_values_are_not_real():
     assert is_real(torch.ones(2)) and not is_real(torch.ones(0)) and not is_real(torch.ones(2, device="meta"))
     assert not is_real(torch.ones(2).to_sparse())
     assert watched.__doc__
 
 
-def test_what_runs_unwatched_is_not_shown():
+def test_operations_within_without_watchers_are_not_shown():
     results: list[str] = []
     with watch_operations(lambda operation: results.append(operation.name), lambda *_: None):
         torch.ones(2).sin()

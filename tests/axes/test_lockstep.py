@@ -38,7 +38,7 @@ def test_ranks_run_in_order_from_one_meeting_to_the_next():
     assert records == [(i, r) for i in range(3) for r in range(3)] and out.item() == 27
 
 
-def test_any_python_runs():
+def test_ranks_in_lockstep_may_branch_on_values():
     """Data-dependent branches and sizes, item(), nonzero, in-place writes into buffers."""
     mesh = lockstep(dp=3)
 
@@ -103,7 +103,7 @@ def test_ranks_draw_different_numbers():
     assert len(set(out.tolist())) == 4
 
 
-def test_a_module_whose_forward_meets_has_a_copy_a_rank():
+def test_a_module_whose_forward_calls_a_collective_is_copied_for_each_rank():
     """functional_call writes a rank's parameters into the module; the others run meanwhile."""
 
     class Layer(torch.nn.Module):
@@ -165,7 +165,7 @@ def test_a_rank_may_write_into_its_results():
     assert lockstep(dp=3).spmd(program)(torch.ones(())).value.tolist() == [3, 4, 5]
 
 
-def test_a_threads_own_state_is_the_callers():
+def test_the_thread_local_state_of_a_rank_is_that_of_its_caller():
     program = lambda: PerRank(  # noqa: E731
         torch.tensor([torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")])
     )
@@ -249,7 +249,7 @@ def test_results_that_differ_are_compared():
     assert nan.isnan().tolist() == [True, False]
 
 
-def test_an_error_names_its_rank_and_where_the_others_are():
+def test_an_error_names_its_rank_and_where_the_other_ranks_wait():
     def program(x: torch.Tensor) -> torch.Tensor:
         if fzero.axes.axis_index().item() == 1:
             raise KeyError("mine")
@@ -364,7 +364,7 @@ def faulty_programs(draw: Any) -> Any:
 
 @examples(38, 150)
 @given(faulty_programs())
-def test_no_fault_hangs_and_each_error_names_the_culprit(case):
+def test_no_planted_fault_hangs_a_lockstep_world_and_each_error_names_the_culprit(case):
     n, culprit, at, fault, program = case
 
     def rank(x: torch.Tensor) -> Any:

@@ -120,7 +120,7 @@ def states_of_ranks(size: int = 3) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_rank_has_its_callers_switches(name):
+def test_a_rank_in_lockstep_has_its_callers_torch_settings(name):
     with SWITCHES[name]():
         switched = state()
         assert switched != BASE
@@ -130,7 +130,7 @@ def test_a_rank_has_its_callers_switches(name):
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_rank_switches_for_itself(name):
+def test_a_torch_setting_that_a_rank_changes_is_its_own(name):
     """Ranks 1 and 2 are within their `with`s at the same time, and rank 1 leaves it first."""
     with SWITCHES[name]():
         switched = state()

@@ -43,7 +43,7 @@ def rows_of(module: Any, setting: Setting, *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_checks_hold_on_a_cpu(one_process):
+def test_the_checks_of_make_gpu_pass_on_a_cpu(one_process):
     names = [
         "stage 3, fx, float32",
         "stage 1, eager, float64, 4 simulated ranks",
@@ -84,11 +84,11 @@ def test_peers_offload_and_kernels_give_rows(one_of_eight):
     assert {"attend", "feed", "embed", "head_loss"} <= functions
 
 
-def test_the_speeds_are_those_of_calibrate(one_process):
+def test_the_table_of_speeds_has_the_measurements_of_calibrate(one_process):
     assert any(row["source"].startswith("measured") for row in rows_of(speeds, one_process, "fzero calibrate"))
 
 
-def test_a_case_that_fails_is_a_row_and_the_others_go_on():
+def test_a_benchmark_case_that_fails_is_a_row_and_later_cases_run():
     def fails() -> list[dict[str, Any]]:
         raise ValueError("a reason\nand more")
 
@@ -221,7 +221,7 @@ def test_each_case_that_compiles_is_run_once_by_the_processes_that_compile(one_o
     assert setting.meter().rounds == 1
 
 
-def test_the_status_is_that_of_the_checks():
+def test_the_exit_status_of_make_gpu_is_that_of_its_checks():
     def status(*results: Result, rehearse: bool = False) -> int:
         return exit_status(Outcome("", [*results], 1.0), rehearse)
 
@@ -256,7 +256,7 @@ def report_rows() -> list[Result]:
     return [*memory_rows, *peer_rows, *offload_rows]
 
 
-def test_the_report_says_what_ran_and_what_did_not(tmp_path):
+def test_the_report_of_a_gpu_run_lists_cases_that_ran_and_those_left_out(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "gpu.md"
     write(Outcome("1 x a card", report_rows(), 12.3), path, "make gpu", ["A note."], is_last=True)
@@ -275,13 +275,13 @@ def test_the_report_says_what_ran_and_what_did_not(tmp_path):
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
-def test_a_report_of_nothing_can_be_written(tmp_path):
+def test_a_gpu_run_without_results_has_a_report(tmp_path):
     pytest.importorskip("matplotlib")
     assert "no card" in text_of(Outcome("", [], 0.0), "make gpu", "", [])
     draw([], tmp_path / "gpu.png")
 
 
-def test_without_a_gpu_the_command_says_so():
+def test_without_a_gpu_the_benchmark_exits_and_advises_rehearse():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = python("-m", "benchmarks.gpu")
@@ -290,7 +290,7 @@ def test_without_a_gpu_the_command_says_so():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_a_toy_run_from_end_to_end(ranks, tmp_path):
+def test_a_rehearsal_of_the_gpu_benchmark_writes_its_report(ranks, tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--toy", "--backends", "eager", "fx", "--gpus", str(ranks)]
     command += ["--out", str(tmp_path / "gpu.md")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -27,7 +27,7 @@ def test_goals_are_ratios_to_the_best_of_a_peer():
     assert results["whole life: stage 3 / FSDP2"] == (0.5, True) and len(results) == 4
 
 
-def test_a_difference_below_the_spread_is_none():
+def test_a_difference_below_the_spread_of_the_runs_counts_as_equal():
     """The quartiles are those of the rounds' ratios: a slow round is slow for both."""
     ours, theirs = row("fzero", 0, "inductor", 0, 1), row("DDP", 0, "", 0, 1)
     theirs.seconds = [1.0, 2.0, 1.0, 4.0, 1.0]
@@ -44,7 +44,7 @@ def test_a_difference_below_the_spread_is_none():
     assert peak.spread is None and peak.said == "met"
 
 
-def test_rows_that_train_otherwise_are_refused():
+def test_peers_whose_losses_differ_from_fzeros_are_refused():
     rows = [row("fzero", 3, "fx", 1.0, 1), row("DDP", 0, "", 1.0, 1, loss=1.001)]
     with pytest.raises(ValueError, match=r"at step 0 DDP-0- has loss 1\.001, and fzero-3-fx 1\.0"):
         check_losses([rows[0], rows[1]])

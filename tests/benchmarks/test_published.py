@@ -34,7 +34,7 @@ def test_every_published_run_is_planned_or_left_out_with_a_reason():
     assert all(not math.isnan(run.tokens) or not math.isnan(run.memory) for run in actual)
 
 
-def test_a_half_is_decided_by_the_run_alone():
+def test_whether_a_published_run_is_held_out_depends_on_its_name_alone():
     results = [r for r in runs()[0] if r.family == "llm-foundry"]
     assert 0.4 < sum(r.is_held for r in results) / len(results) < 0.6
     names: dict[str, bool] = {}

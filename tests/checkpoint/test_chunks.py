@@ -47,7 +47,7 @@ def elements(x: torch.Tensor, r: ChunkRange) -> list[int]:
 
 @examples(67, 200)
 @given(shape=st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=4).map(tuple), data=st.data())
-def test_runs_are_what_two_ranges_share(shape, data):
+def test_the_runs_of_two_ranges_cover_the_elements_in_both(shape, data):
     x = torch.arange(math.prod(shape)).view(shape)
     source, target = data.draw(ranges(shape)), data.draw(ranges(shape))
     mine, theirs, copied = elements(x, source), elements(x, target), []

@@ -44,7 +44,7 @@ def test_ls_lists_the_steps_of_a_run(run, capsys):
     assert seven.split()[0] == "7" and twelve.split()[0] == "12" and "dp=3" in seven and "whole" in twelve
 
 
-def test_ls_lists_the_leaves_of_one(run, capsys):
+def test_ls_lists_the_leaves_of_one_checkpoint(run, capsys):
     path = str(run[0] / "step-00000012")
     assert main(["ls", path]) == 0
     out = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_ls_lists_the_leaves_of_one(run, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 5  # what it is, the head, two leaves, and how many more
 
 
-def test_ls_says_why_one_is_not_whole(tmp_path, capsys):
+def test_ls_says_why_a_checkpoint_is_incomplete(tmp_path, capsys):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, {"w": torch.zeros(3)}).wait()
     (tmp_path / "step-00000002").mkdir()
@@ -76,7 +76,7 @@ def test_verify_finds_damage(run, tmp_path, capsys):
     assert "step-00000002: whole" in out and "is damaged" in err and "'w'" in err and "Traceback" not in err
 
 
-def test_diff_lists_what_differs(run, tmp_path, capsys):
+def test_diff_lists_the_leaves_that_differ(run, tmp_path, capsys):
     one, other = (str(run[0] / name) for name in ("step-00000007", "step-00000012"))
     assert main(["diff", one, one]) == 0 and "bit for bit" in capsys.readouterr().out
     same = {"same": torch.ones(2)}
@@ -91,7 +91,7 @@ def test_diff_lists_what_differs(run, tmp_path, capsys):
     assert {"params.w", "opt_state.count"} & {line.split()[0] for line in capsys.readouterr().out.splitlines()}
 
 
-def test_the_largest_difference_is_that_of_all_parts(tmp_path, capsys, monkeypatch):
+def test_diff_shows_the_largest_difference_of_all_parts_of_a_leaf(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_inspect, "_AT_ONCE", 2)
     for name, values in (("one", [0.0, 0.0, 0.0, 0.0]), ("other", [1.0, 3.0, 0.0, 2.0])):
         fzero.save(tmp_path / name, {"w": torch.tensor(values)})
@@ -135,13 +135,13 @@ WRONG: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize("words,text", WRONG, ids=lambda x: x[0] if isinstance(x, list) else "")
-def test_an_error_is_one_line(words, text, run, tmp_path, capsys):
+def test_an_error_of_the_checkpoint_command_is_one_line(words, text, run, tmp_path, capsys):
     assert main([w.replace("RUN", str(run[0])).replace("OUT", str(tmp_path)) for w in words]) == 1
     out, err = capsys.readouterr()
     assert text in err and len(err.splitlines()) == 1 and not out and os.listdir(tmp_path) == []
 
 
-def test_the_command_runs_as_a_module(run):
+def test_the_checkpoint_command_runs_as_a_module(run):
     done = python("-m", "fzero.checkpoint", "ls", str(run[0]))
     assert done.returncode == 0 and "dp=3" in done.stdout
     assert python("-m", "fzero.checkpoint", "ls", "nowhere").returncode == 1

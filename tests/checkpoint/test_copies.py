@@ -116,7 +116,7 @@ def test_a_death_at_every_moment_leaves_one_whole_step(tmp_path, hosts):
 
 @examples(6, 20)
 @given(data=st.data(), copies=st.integers(1, 2), seed=st.integers(0, 1000))
-def test_hosts_are_lost_and_come_back(data, copies, seed):
+def test_a_step_in_memory_survives_hosts_that_are_lost_and_come_back(data, copies, seed):
     """As many hosts as there are copies are lost in each start, and others join: a step is whole in each."""
     with tempfile.TemporaryDirectory() as folder:
         root, last = Path(folder), 0
@@ -136,7 +136,7 @@ def test_hosts_are_lost_and_come_back(data, copies, seed):
 
 
 @pytest.mark.parametrize("missing", ["00000-of", "00001-of"])
-def test_a_host_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missing):
+def test_an_old_manifest_of_a_host_that_was_away_is_not_read(tmp_path, missing):
     """Its files of the step are not all there. The others made the step again, and that counts."""
     World(["a", "b"], 0).run(saving(tmp_path, range(1, 3), 1, set()))
     (away,) = (tmp_path / "memory" / "fzero").glob("b/*/step-00000002")
@@ -151,7 +151,7 @@ def test_a_host_that_was_away_has_an_old_manifest_of_the_step(tmp_path, missing)
 
 @given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=5), copies=st.integers(0, 1), data=st.data())
 @settings(max_examples=15)
-def test_memory_moves_to_the_hosts_that_stay(hosts, copies, data):
+def test_copies_in_memory_move_to_the_hosts_that_stay(hosts, copies, data):
     with tempfile.TemporaryDirectory() as folder:
         root, ranks = Path(folder), data.draw(st.integers(1, len(hosts)))
         World(hosts, 0).run(saving(root, range(1, 3), copies, set()))
@@ -162,13 +162,13 @@ def test_memory_moves_to_the_hosts_that_stay(hosts, copies, data):
         assert restored(root, hosts[:ranks], copies) == 2
 
 
-def test_one_host_gets_a_notice(tmp_path, caplog):
+def test_copies_on_a_single_host_get_a_notice(tmp_path, caplog):
     for host in ("alone", "other"):
         World([host, host], 0).run(saving(tmp_path / host, range(1, 2), 1, set()))
     World(["alone", "other"], 0).run(saving(tmp_path / "two", range(1, 2), 1, set()))
     assert [r.message for r in caplog.records if "all ranks are on one host" in r.message and "'two'" not in r.message]
 
 
-def test_copies_are_a_number(tmp_path):
+def test_the_option_copies_must_be_a_positive_int(tmp_path):
     with pytest.raises(ValueError, match="copies=-1: expected a number of copies"):
         fzero.checkpoint.checkpoints(tmp_path, copies=-1)

@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_loses_nothing_that_was_saved(background, tmp_path, 
     assert sorted(os.listdir(tmp_path)) == before and fzero.load(tmp_path, like={"w": torch.ones(9)})["w"].sum() == 0
 
 
-def test_room_is_looked_for_before_the_first_byte(tmp_path, monkeypatch):
+def test_a_save_checks_for_free_disk_space_before_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(_files.LocalFolder, "free", lambda files: 10)
     with pytest.raises(fzero.errors.CheckpointError, match=r"the save needs 36 bytes, and its disk has 10 free"):
         fzero.save(tmp_path / "new", {"w": torch.ones(9)})

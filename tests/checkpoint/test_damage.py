@@ -136,7 +136,7 @@ def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(sa
 
 
 @pytest.mark.parametrize("nonce", ["../../../etc/pass", "/etc/passwd00000", "0123456789abcde/", "..", "", 3])
-def test_a_manifest_cannot_lead_out_of_its_folder(saved, tmp_path, nonce, monkeypatch):
+def test_paths_in_a_manifest_cannot_leave_its_folder(saved, tmp_path, nonce, monkeypatch):
     damaged = copied(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "nonce": nonce})
     monkeypatch.setattr(_files.LocalFolder, "read_into", lambda *args: 1 / 0)
@@ -145,7 +145,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(saved, tmp_path, nonce, monkey
 
 
 @pytest.mark.parametrize("use", [load, fzero.checkpoint.verify, lambda p: fzero.checkpoint.read(p, "params.b")])
-def test_sizes_in_a_manifest_allocate_nothing(saved, tmp_path, use):
+def test_forged_sizes_in_a_manifest_allocate_no_memory(saved, tmp_path, use):
     damaged = copied(saved[0], tmp_path)
     body = body_of(damaged)
     for leaf in body["leaves"]:
@@ -159,14 +159,14 @@ def test_sizes_in_a_manifest_allocate_nothing(saved, tmp_path, use):
         use(damaged)
 
 
-def test_a_later_version_is_no_damage(saved, tmp_path):
+def test_a_checkpoint_of_a_later_version_is_not_reported_as_damaged(saved, tmp_path):
     damaged = copied(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "version": 3})
     with pytest.raises(fzero.errors.CheckpointError, match=r"it has version 3: this fzero reads versions up to 2"):
         load(damaged)
 
 
-def test_nothing_is_pickled(saved, monkeypatch):
+def test_a_checkpoint_uses_no_pickle(saved, monkeypatch):
     for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
         monkeypatch.setattr(pickle, name, lambda *args, **options: 1 / 0)
     assert same_bits(load(saved[0]), saved[1])
@@ -174,7 +174,7 @@ def test_nothing_is_pickled(saved, monkeypatch):
     fzero.save(saved[0].parent / "again", state, step.mesh)
 
 
-def test_any_reader_of_safetensors_reads_the_ranges(saved):
+def test_files_of_a_checkpoint_are_valid_safetensors(saved):
     """As the format's own library does."""
     path, whole = saved
     names = sorted(n for n in os.listdir(path) if n.endswith(".safetensors"))

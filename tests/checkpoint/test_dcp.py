@@ -67,7 +67,7 @@ def saved(tmp_path_factory: Any) -> Any:
 
 
 @pytest.mark.parametrize("source", cases([*LAYOUTS][::3], LAYOUTS))
-def test_any_layout_is_read_into_any(source, saved):
+def test_a_dcp_folder_of_any_layout_loads_into_any_layout(source, saved):
     path, whole = saved(source)
     for layout in LAYOUTS.values():
         step, like = state_in(layout, PARAMS)
@@ -76,7 +76,7 @@ def test_any_layout_is_read_into_any(source, saved):
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_torch_reads_each_leaf_whole(source, saved, tmp_path):
+def test_torch_distributed_checkpoint_reads_each_leaf_unsharded(source, saved, tmp_path):
     path, whole = saved(source)
     dcp_to_torch_save(path, tmp_path / "all.pt")
     result = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -109,7 +109,7 @@ def test_dcp_folders_of_torch_are_read_into_boxes(layout, tmp_path):
     assert same_bits(step.gather(loaded.pop("net")), dict(values.pop("model"))) and loaded == values
 
 
-def test_names_are_what_both_sides_agree_on(tmp_path):
+def test_a_name_function_maps_paths_in_save_and_load(tmp_path):
     step = sharded(LAYOUTS["stage 3"])
     whole = dict(module().named_parameters())
     params, _ = step.init(tree.map(torch.clone, whole), optim.sgd(0.1))
@@ -122,7 +122,7 @@ def test_names_are_what_both_sides_agree_on(tmp_path):
         fzero.checkpoint.dcp.save(tmp_path / "b", {"p": params}, step.mesh, name=lambda path: "x")
 
 
-def test_each_element_is_written_once(saved):
+def test_dcp_save_writes_each_element_once(saved):
     """What several ranks hold is one rank's, and a leaf of d dimensions is 2 d - 1 chunks of each rank at most."""
     for name in ("stage 1", "hybrid", "tensor parallel"):
         path, whole = saved(name)
@@ -133,7 +133,7 @@ def test_each_element_is_written_once(saved):
             assert len(there.chunks) <= max(2 * x.ndim - 1, 1) * LAYOUTS[name].mesh.size, leaf
 
 
-def test_strides_do_not_matter(tmp_path):
+def test_dcp_saves_and_loads_leaves_of_any_strides(tmp_path):
     x = torch.randn(4, 3, dtype=torch.complex64).t().conj()
     mesh = fzero.mesh(dp=2)
     rows = PerRank(torch.randn(3, 2, 4).permute(1, 2, 0))
@@ -143,7 +143,7 @@ def test_strides_do_not_matter(tmp_path):
     assert torch.equal(loaded["x"], x) and torch.equal(like[0], x) and torch.equal(loaded["rows"].value, rows.value)
 
 
-def test_memory_is_made_of_a_tree_without(tmp_path):
+def test_dcp_load_allocates_memory_for_meta_leaves(tmp_path):
     fzero.checkpoint.dcp.save(tmp_path / "a", {"w": torch.arange(5.0)})
     step = sharded(Layout({"dp": 4}, 3))
     like, _ = step.init({"w": torch.empty(5, device="meta")}, optim.sgd(0.1))
@@ -190,7 +190,7 @@ def test_a_folder_that_holds_a_checkpoint_is_left_as_it_is(tmp_path):
     refused(r"/b' holds a checkpoint \(manifest.json\)", fzero.checkpoint.dcp.save, tmp_path / "b", values)
 
 
-def test_a_save_that_was_killed_is_none_and_is_done_again(tmp_path, monkeypatch):
+def test_a_killed_dcp_save_leaves_no_checkpoint_and_can_be_repeated(tmp_path, monkeypatch):
     """DCP renames its metadata into place at the end."""
     writer = torch_dcp.FileSystemWriter
     with monkeypatch.context() as patch:
@@ -217,7 +217,7 @@ class Evil:
         return os.mkdir, ("ran",)
 
 
-def test_no_code_of_the_files_runs(tmp_path, monkeypatch):
+def test_dcp_load_runs_no_code_from_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch_saved(tmp_path / "value", {"w": torch.ones(1), "v": Evil()})
     like = {"w": torch.zeros(1), "v": 0}
@@ -246,7 +246,7 @@ def test_a_leaf_of_which_a_part_is_missing_is_refused(tmp_path):
     )
 
 
-def test_a_path_is_of_a_file_system():
+def test_dcp_save_takes_paths_of_a_file_system_only():
     for f in (fzero.checkpoint.dcp.save, fzero.checkpoint.dcp.load):
         with pytest.raises(TypeError, match=r"path='s3://b/c': expected the path of a folder on a file system"):
             f("s3://b/c", {})

@@ -8,7 +8,7 @@ from tests.distributed.launch import python
 
 
 @pytest.mark.slow
-def test_faults_lose_nothing_that_was_committed():
+def test_injected_faults_lose_no_committed_checkpoint():
     done = python("-m", "tests.faults", "--cycles", "13", "--json")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads(done.stdout)

@@ -30,7 +30,7 @@ NEWEST = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*r
 
 
 @pytest.mark.parametrize("keep,every,steps", NEWEST)
-def test_the_newest_are_kept_and_every_nth(keep, every, steps, tmp_path):
+def test_a_run_keeps_its_newest_checkpoints_and_every_nth(keep, every, steps, tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=keep, keep_every=every)
     for i in range(7):
         runs.save(i, numbered(i))
@@ -77,7 +77,7 @@ def test_a_value_that_is_not_finite_stops_a_save_and_removes_nothing(bad, dtype,
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_a_folder_that_is_only_read_is_not_made(memory, tmp_path):
+def test_reading_a_missing_run_folder_does_not_create_it(memory, tmp_path):
     shared = memory_in(tmp_path) if memory else None
     with fzero.checkpoint.checkpoints(tmp_path / "typo", memory=shared) as runs:
         assert runs.steps() == [] and runs.restore(numbered(3))["step"] == 3
@@ -117,7 +117,7 @@ def test_incomplete_checkpoints_are_skipped(how, tmp_path, caplog):
     assert loaded["step"] == 8 and loaded["w"].tolist() == [8.0] * 5
 
 
-def test_when_none_is_whole_training_does_not_begin_anew(tmp_path):
+def test_restore_raises_if_all_checkpoints_are_damaged(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, numbered(1)).wait()
     spoil(tmp_path / "step-00000001", "a flipped bit")
@@ -125,7 +125,7 @@ def test_when_none_is_whole_training_does_not_begin_anew(tmp_path):
         runs.restore(numbered(0))
 
 
-def test_another_tree_is_an_error_and_no_older_one_is_taken(tmp_path):
+def test_restoring_another_tree_raises_and_skips_to_no_older_checkpoint(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, {"w": torch.zeros(3), "step": 1}).wait()
     runs.save(2, numbered(2)).wait()
@@ -133,7 +133,7 @@ def test_another_tree_is_an_error_and_no_older_one_is_taken(tmp_path):
         runs.restore({"w": torch.zeros(3), "step": 0})
 
 
-def test_leftovers_of_saves_that_died_go_with_the_next(tmp_path):
+def test_the_next_save_removes_temporary_files_of_killed_saves(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=2)
     runs.save(1, numbered(1)).wait()
     (tmp_path / "step-00000003").mkdir()
@@ -184,7 +184,7 @@ def test_a_saved_tree_may_be_donated_at_once(tmp_path):
         assert fzero.checkpoint.read(tmp_path / f"step-{i:08d}", "w").tolist() == [float(i)] * 5
 
 
-def test_the_next_save_or_the_end_tells_that_one_failed(tmp_path, monkeypatch):
+def test_the_next_save_or_the_end_raises_the_error_of_a_failed_background_save(tmp_path, monkeypatch):
     def broken(*args: Any) -> None:
         raise OSError(5, "planted")
 
@@ -203,7 +203,7 @@ def test_the_next_save_or_the_end_tells_that_one_failed(tmp_path, monkeypatch):
     assert runs.steps() == [4]
 
 
-def test_buffers_live_from_save_to_save(tmp_path):
+def test_background_saves_reuse_their_host_buffers(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     places = set()
     for i in range(3):
@@ -226,7 +226,7 @@ fzero.checkpoint.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
     assert fzero.checkpoint.checkpoints(tmp_path).steps() == [1]
 
 
-def test_memory_is_read_before_disk(tmp_path):
+def test_restore_prefers_the_copy_in_memory_to_the_one_on_disk(tmp_path):
     root, memory = tmp_path / "runs", memory_in(tmp_path)
     runs = fzero.checkpoint.checkpoints(root, memory=memory)
     runs.save(2, numbered(2))
@@ -261,7 +261,7 @@ def test_two_processes_do_not_save_to_one_folder(tmp_path):
     fzero.save(tmp_path, numbered(1))
 
 
-def test_a_rank_that_keeps_the_store_ends_after_the_others_have_heard(tmp_path):
+def test_rank_0_keeps_its_store_open_until_all_ranks_have_committed(tmp_path):
     """Without torchrun rank 0 keeps it; the last rank looks rarely."""
     script = f"""
 import time, torch, fzero
@@ -279,7 +279,7 @@ print("committed")
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
-def test_counts_are_whole_numbers(wrong, tmp_path):
+def test_options_of_a_checkpoint_folder_must_be_ints(wrong, tmp_path):
     for name in ("keep", "keep_every"):
         with pytest.raises(ValueError, match=f"{name}=.*: expected a number of .*, an int, at least 1"):
             fzero.checkpoint.checkpoints(tmp_path, **{name: wrong})
@@ -289,7 +289,7 @@ def test_counts_are_whole_numbers(wrong, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["save", "save_in_memory"])
-def test_values_are_saved_as_they_were_given(how, tmp_path, monkeypatch):
+def test_a_save_copies_plain_values_at_the_call(how, tmp_path, monkeypatch):
     gate, write = threading.Event(), _files.LocalFolder.write
 
     def late(*args: Any) -> None:
@@ -318,7 +318,7 @@ def test_damage_in_memory_is_not_taken_for_a_new_run(tmp_path):
     assert runs.restore(numbered(0))["step"] == 4
 
 
-def test_a_link_to_a_checkpoint_is_removed_without_it(tmp_path):
+def test_removing_a_link_to_a_checkpoint_keeps_the_checkpoint(tmp_path):
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
     fzero.save(elsewhere, numbered(1))
     root.mkdir()
@@ -329,7 +329,7 @@ def test_a_link_to_a_checkpoint_is_removed_without_it(tmp_path):
     assert runs.steps() == [2] and fzero.load(elsewhere, numbered(0))["step"] == 1
 
 
-def test_a_save_that_takes_a_folders_place_does_not_disturb_who_reads(tmp_path, monkeypatch):
+def test_a_save_over_an_open_checkpoint_does_not_disturb_its_readers(tmp_path, monkeypatch):
     fzero.save(tmp_path, numbered(1))
     read, saved = _files.LocalFolder.read_into, []
 
@@ -365,14 +365,14 @@ def test_a_background_save_that_fails_is_logged_even_if_nobody_waits(tmp_path, c
         runs.wait()
 
 
-def test_of_equal_steps_the_one_in_memory_is_read(tmp_path):
+def test_of_two_checkpoints_of_a_step_the_one_in_memory_is_restored(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     runs.save(5, {"w": torch.zeros(1)}).wait()
     runs.save_in_memory(5, {"w": torch.ones(1)}).wait()
     assert runs.restore({"w": torch.zeros(1)})["w"] == 1
 
 
-def test_memory_holds_one_step_also_of_a_run_that_goes_back(tmp_path):
+def test_memory_holds_one_step_of_a_run_that_was_rolled_back(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     for step in (5, 7, 3):
         runs.save_in_memory(step, numbered(step)).wait()

@@ -46,7 +46,7 @@ def saved_own(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link to itself"])
-def test_pipes_and_devices_are_not_opened_for_ever(kind, tmp_path):
+def test_a_load_does_not_hang_on_pipes_and_devices(kind, tmp_path):
     file = saved_own(tmp_path)
     file.unlink()
     os.mkfifo(file) if kind == "a pipe" else file.symlink_to("/dev/zero" if kind == "a device" else file.name)
@@ -55,7 +55,7 @@ def test_pipes_and_devices_are_not_opened_for_ever(kind, tmp_path):
         _files.LocalFolder(str(tmp_path)).get(file.name)
 
 
-def test_a_manifest_is_not_read_beyond_its_limit(tmp_path):
+def test_a_manifest_above_its_size_limit_is_not_read(tmp_path):
     file = saved_own(tmp_path)
     os.truncate(file, 1 << 40)
     refused(r"manifest.json has 1,099,511,627,776 bytes: expected at most", fzero.checkpoint.verify, tmp_path)
@@ -96,7 +96,7 @@ def test_a_leaf_has_no_more_dimensions_than_a_tensor(tmp_path):
     refused("manifest.json is damaged: a leaf has 65 dimensions", fzero.checkpoint.leaves, tmp_path)
 
 
-def test_a_leaf_is_not_said_to_be_empty(tmp_path):
+def test_a_manifest_that_says_a_stored_leaf_is_empty_is_refused(tmp_path):
     saved_own(tmp_path)
     body = body_of(tmp_path)
     body["leaves"][0][2] = [3, 0]

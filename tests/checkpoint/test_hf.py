@@ -45,7 +45,9 @@ def folder_of(path: Path) -> dict[str, bytes]:
 @given(
     params=params_of(), source=LAYOUTS, target=LAYOUTS, max_file=st.sampled_from([1, 200, 1 << 30]), seed=st.integers()
 )
-def test_any_layout_is_written_alike_and_read_into_any(tmp_path_factory, params, source, target, max_file, seed):
+def test_hugging_face_files_do_not_depend_on_the_layout_and_load_into_any(
+    tmp_path_factory, params, source, target, max_file, seed
+):
     path, plain = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("plain")
     step, cut, whole = params_in(source, params, seed % 99)
     fzero.checkpoint.hf.write(path, cut, step.mesh, max_file=max_file)
@@ -140,7 +142,7 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
 # ---------------------------------------------------------------- names and ties
 
 
-def test_ties_are_stored_once_and_one_of_their_names_is_enough(tmp_path):
+def test_tied_leaves_are_stored_once_and_load_from_either_name(tmp_path):
     w = torch.randn(8)
     step = sharded(Layout({"dp": 3}, 3))
     fzero.checkpoint.hf.write(tmp_path, step.partition({"embed": w, "head": w}), step.mesh)
@@ -160,7 +162,7 @@ def test_ties_are_stored_once_and_one_of_their_names_is_enough(tmp_path):
     assert same_bits(untied, {"embed": w, "head": w + 1})
 
 
-def test_names_are_given_by_a_function(tmp_path):
+def test_a_name_function_maps_paths_to_hugging_face_names(tmp_path):
     params = {"blocks": [{"w": torch.randn(2)}, {"w": torch.randn(2)}], "none": None, "nothing": {"a": []}}
     fzero.checkpoint.hf.write(tmp_path, params, name=lambda path: f"model.{path}")
     assert sorted(safetensors.torch.load_file(tmp_path / SINGLE)) == ["model.blocks.0.w", "model.blocks.1.w"]
@@ -176,7 +178,7 @@ def test_names_are_given_by_a_function(tmp_path):
     assert same_bits(both, {"a": params["blocks"][0]["w"], "b": params["blocks"][0]["w"]})
 
 
-def test_another_tree_is_refused_in_words_before_a_byte_is_read(tmp_path):
+def test_a_tree_that_differs_from_the_index_is_refused_before_reading(tmp_path):
     fzero.checkpoint.hf.write(
         tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(5), "n": torch.arange(3)}
     )
@@ -255,7 +257,7 @@ def found_in(path: Path) -> float | None:
 
 @pytest.mark.parametrize("before", WRITES)
 @pytest.mark.parametrize("after", WRITES)
-def test_whoever_reads_finds_the_old_model_or_the_new_one_or_none(before, after, tmp_path):
+def test_a_reader_during_a_write_finds_the_old_model_or_the_new_one_or_none(before, after, tmp_path):
     """Whenever a write dies: at each operation that changes names. And the next write leaves nothing behind."""
     n, own = 0, {"config.json": b"{}", "tokenizer.model": b"t", ".hidden": b"h", "model.bin": b"b"}
     while True:
@@ -410,7 +412,7 @@ def test_any_json_in_a_header_is_an_error(tmp_path_factory, junk, key, inner):
         ({"a": {**GOOD, "dtype": "C128", "shape": [1]}}, "it has 1|its header|C128"),
     ],
 )
-def test_offsets_and_shapes_are_not_believed(entries, text, tmp_path):
+def test_forged_offsets_and_shapes_in_a_header_are_refused(entries, text, tmp_path):
     write_header(tmp_path / SINGLE, entries)
     with pytest.raises(fzero.errors.CheckpointError, match=text):
         fzero.checkpoint.hf.read(tmp_path, {"a": torch.zeros(2, 3)})
@@ -428,7 +430,7 @@ def test_a_header_is_as_long_as_its_file_at_most(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../out.safetensors", "/out", "sub/a", "..", ".", "", "a\\b", "a\0b", 3, None])
-def test_a_name_in_an_index_leads_nowhere_else(name, tmp_path):
+def test_file_names_in_an_index_cannot_leave_the_folder(name, tmp_path):
     (tmp_path / "model").mkdir()
     for place in (tmp_path / "out.safetensors", tmp_path / "model" / "a"):
         safetensors.torch.save_file({"a": torch.ones(1)}, place)
@@ -437,7 +439,7 @@ def test_a_name_in_an_index_leads_nowhere_else(name, tmp_path):
         fzero.checkpoint.hf.read(tmp_path / "model", {"a": torch.zeros(1)})
 
 
-def test_an_index_that_its_files_do_not_bear_out_is_an_error(several, tmp_path):
+def test_an_index_that_contradicts_its_files_is_refused(several, tmp_path):
     path = copied(several, tmp_path)
     weights = json.loads((path / INDEX).read_bytes())["weight_map"]
     weights["a"] = next(name for name in weights.values() if name != weights["a"])

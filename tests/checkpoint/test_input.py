@@ -22,7 +22,7 @@ def saved(tmp_path_factory):
     return path
 
 
-def test_the_first_three_leaves_that_differ_are_named(saved):
+def test_the_error_of_a_load_names_the_first_three_leaves_that_differ(saved):
     like = {"a": torch.zeros(5), "b": {"d": torch.zeros(3, 2)}, "n": torch.zeros(2), "step": 0, "e": torch.zeros(1)}
     with pytest.raises(fzero.errors.CheckpointError) as error:
         fzero.load(saved, like=like)
@@ -32,7 +32,7 @@ def test_the_first_three_leaves_that_differ_are_named(saved):
     )
 
 
-def test_partial_reads_a_part(saved):
+def test_a_partial_load_reads_the_leaves_of_like_alone(saved):
     part = {"b": {"c": torch.ones(3, 2)}}
     with pytest.raises(fzero.errors.CheckpointError, match=r"no leaf 'a' \(float32 \[4\]\); .*; give partial=True"):
         fzero.load(saved, like=part)
@@ -42,13 +42,13 @@ def test_partial_reads_a_part(saved):
         fzero.load(saved, like={"x": torch.zeros(1)}, partial=True)
 
 
-def test_a_number_is_no_tensor(saved):
+def test_a_saved_number_does_not_load_into_a_tensor(saved):
     with pytest.raises(fzero.errors.CheckpointError, match=r"leaf 'step' is a value there, and int64 \[\] here"):
         fzero.load(saved, like={**PARAMS, "step": torch.tensor(0)})
 
 
 @pytest.mark.parametrize("name", [b"bytes", "nothing", "file", "file/x"])
-def test_a_path_that_is_no_checkpoint(name, tmp_path):
+def test_loading_from_a_path_without_a_checkpoint_is_refused(name, tmp_path):
     (tmp_path / "file").write_text("mine")
     path = name if isinstance(name, bytes) else tmp_path / name
     if isinstance(path, bytes):
@@ -109,7 +109,7 @@ def test_donated_tensors_are_neither_saved_nor_loaded_into(saved, tmp_path):
         fzero.load(saved, like={**x, "step": 0})
 
 
-def test_values_by_rank_are_read_on_as_many_ranks_only(tmp_path):
+def test_per_rank_values_load_on_the_same_number_of_ranks_only(tmp_path):
     mesh = fzero.mesh(dp=3)
     boxed = {"seen": mesh.split(torch.arange(6)), "w": torch.ones(2)}
     fzero.save(tmp_path, boxed, mesh)
@@ -122,7 +122,7 @@ def test_values_by_rank_are_read_on_as_many_ranks_only(tmp_path):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_values_by_rank_of_one_axis_are_saved_and_loaded(simulate, tmp_path):
+def test_per_rank_values_of_one_axis_are_saved_and_loaded(simulate, tmp_path):
     mesh = fzero.mesh(a=2, b=3, simulate=simulate)
     for axes, n in (("a", 2), ("b", 3), (None, 6)):
         box = PerRank({"x": torch.arange(n * 4).view(n, 2, 2), "y": torch.arange(n)}, axes)
@@ -133,7 +133,7 @@ def test_values_by_rank_of_one_axis_are_saved_and_loaded(simulate, tmp_path):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_values_by_rank_of_one_axis_are_not_read_as_those_of_another(simulate, tmp_path):
+def test_per_rank_values_of_one_axis_do_not_load_on_another_axis(simulate, tmp_path):
     mesh = fzero.mesh(a=2, b=2, c=1, simulate=simulate)
     rows = torch.arange(4).view(2, 2)
     fzero.save(tmp_path, {"v": PerRank(rows, "a")}, mesh)
@@ -150,7 +150,7 @@ def test_values_by_rank_of_one_axis_are_not_read_as_those_of_another(simulate, t
     assert torch.equal(fzero.load(tmp_path, like={"v": PerRank(torch.zeros(4).long())}, mesh=other)["v"].value, every)
 
 
-def test_values_that_are_no_tensors_are_the_checkpoints(tmp_path):
+def test_plain_values_load_as_the_checkpoint_has_them(tmp_path):
     Point = collections.namedtuple("Point", "x name")
     values = {"point": Point(1.5, "a"), "data": {"files": ["a", "b"], "n": None}, "big": 2**80, "t": (1, True)}
     values["most"] = float("inf")
@@ -160,14 +160,14 @@ def test_values_that_are_no_tensors_are_the_checkpoints(tmp_path):
     assert fzero.checkpoint.read(tmp_path, "data") == values["data"]
 
 
-def test_a_leaf_that_is_not_there_is_named(saved):
+def test_the_error_of_a_load_names_a_leaf_that_the_checkpoint_lacks(saved):
     with pytest.raises(
         fzero.errors.CheckpointError, match=r"has no leaf 'x': it has 4 leaves, such as 'a', 'b.c', 'n'"
     ):
         fzero.checkpoint.read(saved, "x")
 
 
-def test_meta_tensors_get_memory(tmp_path):
+def test_a_load_allocates_memory_for_meta_tensors(tmp_path):
     opt = optim.adamw(1e-3)
     for stage in range(4):
         step = sharded(Layout({"dp": 2}, stage))
@@ -196,18 +196,18 @@ def test_meta_tensors_cannot_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("step", [-1, 10**15, True, 1.0])
-def test_a_steps_number_is_one_that_is_found_again(step, tmp_path):
+def test_a_step_number_outside_its_range_is_refused(step, tmp_path):
     with pytest.raises(ValueError, match=r"expected the number of the step, an int from 0 to 999,999,999,999,999$"):
         fzero.checkpoint.checkpoints(tmp_path).save(step, {"a": torch.zeros(2)})
 
 
-def test_the_greatest_number_of_a_step_is_found_again(tmp_path):
+def test_the_greatest_step_number_is_listed_as_the_newest(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(10**15 - 1, {"a": torch.zeros(2)}).wait()
     assert runs.newest() == 10**15 - 1
 
 
-def test_parts_of_a_box_have_paths_of_their_own(tmp_path):
+def test_per_rank_parts_of_a_box_have_paths(tmp_path):
     mesh = fzero.mesh(dp=2)
     values = {"a": mesh.local({"b": torch.zeros(2, 1)}), "a.b": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"two leaves of the path 'a.b'"):
@@ -224,7 +224,7 @@ class Nameless:
 torch.utils._pytree.register_pytree_node(Nameless, lambda x: (list(x.parts), None), lambda xs, _: Nameless(*xs))
 
 
-def test_a_node_without_names_numbers_its_own_children_alone(tmp_path):
+def test_children_of_a_pytree_node_without_names_are_numbered_within_it(tmp_path):
     one, two = torch.ones(2), torch.ones(2) * 2
     values = {"z": Nameless(one, {"k": two}), "a": two + 1}
     assert tree.flatten_with_paths(values)[0] == ["z.0", "z.1.k", "a"]
@@ -235,7 +235,7 @@ def test_a_node_without_names_numbers_its_own_children_alone(tmp_path):
     assert torch.equal(fzero.load(tmp_path, like={"a": torch.zeros(2)}, partial=True)["a"], two + 1)
 
 
-def test_values_beside_tensors_are_found_without_them(tmp_path):
+def test_plain_values_load_without_the_tensors_beside_them(tmp_path):
     fzero.save(tmp_path, {"w": torch.zeros(2), "step": 7, "at": {"epoch": 3, "seen": [1, 2]}})
     assert fzero.load(tmp_path, like={"step": 0}, partial=True) == {"step": 7}
     assert fzero.load(tmp_path, like={"at": {"epoch": 0}}, partial=True)["at"] == {"epoch": 3, "seen": [1, 2]}
@@ -245,13 +245,13 @@ def test_values_beside_tensors_are_found_without_them(tmp_path):
         fzero.load(tmp_path, like={"step": 0})
 
 
-def test_a_tree_that_is_one_value_is_called_so(tmp_path):
+def test_the_error_for_a_tree_of_a_single_value_says_single_value(tmp_path):
     fzero.save(tmp_path, {"step": 7})
     with pytest.raises(fzero.errors.CheckpointError, match=r"it has no leaf 'w' .*; the tree has no single value"):
         fzero.load(tmp_path, like={"w": torch.zeros(2), "step": 0})
 
 
-def test_a_key_within_a_value_is_read(tmp_path):
+def test_a_key_within_a_saved_dict_of_values_can_be_read(tmp_path):
     fzero.save(tmp_path, {"w": torch.zeros(2), "loader": {"at": {"epoch": 3}, "a.b": 4}})
     for path, value in (("loader.at.epoch", 3), ("loader.a.b", 4), ("loader.at", {"epoch": 3})):
         assert fzero.checkpoint.read(tmp_path, path) == value
@@ -263,21 +263,21 @@ def test_a_key_within_a_value_is_read(tmp_path):
     assert fzero.checkpoint.read(tmp_path, "step") == 7
 
 
-def test_the_home_folder_has_its_usual_sign(tmp_path, monkeypatch):
+def test_a_path_that_begins_with_a_tilde_is_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     fzero.save("~/x", {"w": torch.zeros(2)})
     assert (tmp_path / "x" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"as_torch": True}])
-def test_an_export_does_not_replace_what_it_reads(options, saved):
+def test_an_export_into_its_own_checkpoint_is_refused(options, saved):
     name = "manifest.json" if options else "a.safetensors"
     with pytest.raises(fzero.errors.CheckpointError, match="lies in the checkpoint's own folder: write it elsewhere"):
         export(saved, saved / name, **options)
     assert fzero.checkpoint.verify(saved)
 
 
-def test_names_in_dcp_are_one_for_each_value(tmp_path):
+def test_two_leaves_with_one_dcp_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"have one name, 'v.a.b'"):
         fzero.checkpoint.dcp.save(tmp_path, {"w": torch.zeros(2), "v": {"a.b": 1, "a": {"b": 2}}})
 

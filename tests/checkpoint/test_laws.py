@@ -19,7 +19,7 @@ from tests.helpers import cases, examples
 
 @examples(8, 40)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS, seed=st.integers(0, 99))
-def test_any_layout_is_read_into_any(tmp_path_factory, params, source, target, seed):
+def test_a_checkpoint_of_any_layout_loads_into_any_layout(tmp_path_factory, params, source, target, seed):
     path = tmp_path_factory.mktemp("saved")
     step, state = state_in(source, params)
     state, whole = filled(step, state, seed)
@@ -47,7 +47,7 @@ def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory
 
 @examples(15, 60)
 @given(params=params_of(), layout=LAYOUTS)
-def test_the_ranks_write_each_leaf_once(params, layout):
+def test_all_ranks_together_write_each_leaf_once(params, layout):
     step, state = state_in(layout, params)
     mine = local_tree("state", state, step.mesh)
     tree_layout = mine.layout
@@ -77,7 +77,7 @@ def test_the_ranks_write_each_leaf_once(params, layout):
 @pytest.mark.slow
 @examples(8, 30)
 @given(params=params_of(), source=LAYOUTS, target=LAYOUTS)
-def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target):
+def test_the_writers_of_a_range_are_the_ranks_that_write_some_of_it(params, source, target):
     saved, mine = [
         local_tree("state", s, step.mesh).layout for step, s in (state_in(x, params) for x in (source, target))
     ]
@@ -95,7 +95,7 @@ def test_writers_are_all_ranks_that_write_some_of_a_range(params, source, target
             assert sorted(results) == sorted(wanted)
 
 
-def test_a_state_is_as_large_on_the_disk_as_it_is(tmp_path):
+def test_a_checkpoint_takes_the_bytes_of_its_state(tmp_path):
     """No padding, nothing twice, and of a replicated leaf each rank writes its part."""
     step, state = state_in(Layout({"dp": 4}, 1), {"w": torch.zeros(1 << 12), "b": torch.zeros(3)})
     fzero.save(tmp_path, state, step.mesh)
@@ -120,7 +120,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", cases([*OPTIMIZERS][::2], OPTIMIZERS))
-def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, tmp_path):
+def test_training_resumed_in_another_layout_equals_uninterrupted_training(name, tmp_path):
     opt = OPTIMIZERS[name]
     for source, target in ((Layout({"dp": 4}, 3), Layout({"dp": 3}, 1)), (Layout({"dp": 2}, 0), Layout({"dp": 5}, 3))):
         params = {"h": [{"w": torch.randn(5, 7), "b": torch.randn(7)} for _ in range(2)], "v": torch.randn(3)}
@@ -142,7 +142,7 @@ def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, tmp_path):
 
 @example(shape=(4, 6), dims=(1, 0))
 @given(shape=st.lists(st.integers(1, 4), min_size=2, max_size=3).map(tuple), dims=st.permutations([0, 1]).map(tuple))
-def test_strides_do_not_matter(tmp_path_factory, shape, dims):
+def test_leaves_of_any_strides_are_saved_and_loaded(tmp_path_factory, shape, dims):
     """A leaf that is a transpose, or conjugated, is saved and loaded as its elements."""
     path = tmp_path_factory.mktemp("strided")
     x = torch.randn(shape, dtype=torch.complex64).transpose(*dims).conj()
@@ -160,7 +160,7 @@ def test_large_leaves_cross_pages_and_are_copied_in_parts(tmp_path, monkeypatch)
     assert torch.equal(loaded["x"], x) and torch.equal(loaded["y"], torch.arange(1 << 20))
 
 
-def test_ties_last_and_are_stored_once(tmp_path):
+def test_tied_leaves_stay_tied_and_are_stored_once(tmp_path):
     layout, w = Layout({"dp": 3}, 3), torch.randn(8)
     step, state = state_in(layout, {"a": w, "b": {"c": w}, "d": torch.randn(2)})
     fzero.save(tmp_path, state, step.mesh)
@@ -176,7 +176,7 @@ def test_ties_last_and_are_stored_once(tmp_path):
         fzero.load(tmp_path, like={"params": {"a": tied, "b": {"c": tied}, "d": torch.zeros(2)}})
 
 
-def test_padding_is_zero_when_memory_is_made(tmp_path):
+def test_a_load_into_meta_boxes_zeroes_the_padding(tmp_path):
     fzero.save(tmp_path, {"params": {"w": torch.ones(5)}})
     step = sharded(Layout({"dp": 4}, 3))
     like, _ = step.init({"w": torch.empty(5, device="meta")}, optim.sgd(0.1))
@@ -184,7 +184,7 @@ def test_padding_is_zero_when_memory_is_made(tmp_path):
     assert loaded["params"]["w"].data.tolist() == [[1, 1], [1, 1], [1, 0], [0, 0]]
 
 
-def test_a_range_of_nothing_has_no_writers():
+def test_an_empty_range_has_no_writers():
     tree_layout = local_tree("state", {"w": torch.empty(0), "s": torch.ones(())}, None).layout
     assert not list(tree_layout.writers(0, ChunkRange(((0, 0),), 0, 0)))
     assert [at for _, at, _ in tree_layout.writers(1, ChunkRange((), 0, 1))] == [0]

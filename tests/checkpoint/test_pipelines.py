@@ -95,7 +95,7 @@ def whole_of(step: Any, loss: fzero.parallel.pipeline.Pipeline, state: dict[str,
 @pytest.mark.slow
 @examples(3, 20)
 @given(st.integers(2, 6), PLACED, PLACED, st.booleans(), st.sampled_from(["adamw", "masters", "none", "offload"]))
-def test_another_pipeline_loads_a_save(tmp_path_factory, depth, source, target, tied, name):
+def test_a_checkpoint_of_a_pipeline_loads_into_any_other_pipeline(tmp_path_factory, depth, source, target, tied, name):
     """Bit for bit the state of training without a pipeline, and on the disk under the same names."""
     folder = tmp_path_factory.mktemp("saved")
     policy = fzero.Precision(param=torch.bfloat16, full=lambda path, leaf: name == "none" or path.endswith("b"))
@@ -125,7 +125,7 @@ def test_another_pipeline_loads_a_save(tmp_path_factory, depth, source, target, 
 
 @examples(6, 30)
 @given(st.integers(2, 6), PLACED, st.booleans())
-def test_the_ranks_write_each_block_once(depth, placed, tied):
+def test_all_ranks_together_write_each_block_once(depth, placed, tied):
     """And no idle slot; each rank's file is as long as what it says is in it."""
     loss = placed.loss(depth, split=tp)
     step, state = like_in(placed, loss, params_in(depth, tied))
@@ -145,7 +145,7 @@ def test_the_ranks_write_each_block_once(depth, placed, tied):
     assert all(x.eq(1).all() for x in times)
 
 
-def test_a_rank_holds_and_reads_its_own_blocks_alone():
+def test_a_rank_reads_the_blocks_of_its_stages_alone():
     placed = Placed({"dp": 2, "pp": 3}, 3, "1f1b", "vmap")
     loss = placed.loss(7)
     step, state = like_in(placed, loss, params_of(7))
@@ -163,7 +163,7 @@ def test_a_rank_holds_and_reads_its_own_blocks_alone():
             assert blocks([x for rank in (r, r + 3) for x in pieces(rank)]) == mine | others  # dp shares them
 
 
-def test_idle_slots_are_loaded_as_some_block():
+def test_idle_places_of_a_pipeline_are_loaded_with_copies_of_a_block():
     """Where one program is that of all ranks, a block runs on them: what it makes must be finite."""
     placed = Placed({"pp": 2}, 0, "1f1b", "vmap")
     loss, params = placed.loss(3), params_of(3)
@@ -176,7 +176,7 @@ def test_idle_slots_are_loaded_as_some_block():
     assert same_bits(step.gather(loaded["params"]), stacked)
 
 
-def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path):
+def test_training_resumed_in_another_pipeline_equals_uninterrupted_training(tmp_path):
     params = params_of(5)
     expected = trained(loss_of(4, depth=5), params, 16, steps=4)[0]
     for i, placed in enumerate(
@@ -215,12 +215,12 @@ def test_a_state_that_is_stacked_without_boxes_is_not_taken_for_blocks(tmp_path)
         fzero.load(tmp_path, like=state["params"], mesh=step.mesh)
 
 
-def test_a_list_whose_name_ends_alike_is_another():
+def test_a_list_with_the_same_ending_is_not_the_list_of_blocks():
     assert prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w") == "opt_state.mu."
     assert prefix_of("opt_state.subblocks.0.w", "blocks.0.w") is None
 
 
-def test_a_tree_without_the_list_is_refused(tmp_path):
+def test_a_stacked_list_without_its_tree_is_refused(tmp_path):
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
     step, state = like_in(placed, loss_of(4), params_of(4))
     text = r"leaf '0.w' is the parameter 'blocks.0.w' of the list 'blocks', which is stacked by rank: expected a tree"
@@ -249,7 +249,7 @@ def test_a_manifest_tells_versions_apart(tmp_path):
         ([["pp", 0]], [0], "a leaf is in no group, or in several"),
     ],
 )
-def test_a_manifest_that_cannot_be_is_damaged(tmp_path, at, copies, said):
+def test_an_inconsistent_manifest_of_a_pipeline_is_reported_as_damaged(tmp_path, at, copies, said):
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
     step, _ = like_in(placed, loss_of(4), params_of(4))
     fzero.save(tmp_path, {"params": step.partition(loss_of(4).stack(params_of(4), step.mesh))}, step.mesh)
@@ -260,7 +260,7 @@ def test_a_manifest_that_cannot_be_is_damaged(tmp_path, at, copies, said):
         fzero.checkpoint.leaves(tmp_path)
 
 
-def test_hugging_face_files_are_those_without_a_pipeline(tmp_path):
+def test_a_pipeline_writes_the_hugging_face_files_of_the_whole_model(tmp_path):
     """To the byte, and in the order of the model."""
     params = filled(params_of(12, torch.float32))
     fzero.checkpoint.hf.write(tmp_path / "dense", params, name=lambda path: f"model.{path}")
@@ -278,7 +278,7 @@ def test_hugging_face_files_are_those_without_a_pipeline(tmp_path):
         assert (tmp_path / str(n) / name).read_bytes() == (tmp_path / "dense" / name).read_bytes()
 
 
-def test_dcp_has_the_tree_without_a_pipeline(tmp_path):
+def test_a_pipeline_writes_the_dcp_folder_of_the_whole_model(tmp_path):
     params = filled(params_of(5, torch.float32))
     placed = Placed({"dp": 2, "pp": 2}, 2, "interleaved", "vmap")
     loss = placed.loss(5)

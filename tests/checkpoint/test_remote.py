@@ -17,7 +17,7 @@ def root(request):
     fsspec.filesystem("memory").rm("/", recursive=True)
 
 
-def test_any_layout_is_read_into_any(root):
+def test_a_remote_checkpoint_of_any_layout_loads_into_any_layout(root):
     step, state = state_in(Layout({"dp": 3}, 3), PARAMS)
     state, whole = filled(step, state)
     fzero.save(f"{root}/saved/", state, step.mesh)
@@ -27,7 +27,7 @@ def test_any_layout_is_read_into_any(root):
     assert fzero.checkpoint.verify(f"{root}/saved") > sum(x.nbytes for x in PARAMS.values())
 
 
-def test_a_runs_folder(root):
+def test_a_folder_of_checkpoints_works_on_an_object_store(root):
     with fzero.checkpoint.checkpoints(root, keep=2, keep_every=3) as runs:
         assert runs.newest() is None and runs.steps() == []
         for i in range(6):
@@ -36,7 +36,7 @@ def test_a_runs_folder(root):
     assert runs.restore({"w": torch.zeros(3), "step": 0})["step"] == 5
 
 
-def test_one_put_commits(root, monkeypatch):
+def test_a_remote_save_commits_by_one_put_of_its_manifest(root, monkeypatch):
     fzero.save(root, {"w": torch.zeros(3)})
 
     def broken(*args: object) -> None:
@@ -73,7 +73,7 @@ def test_a_store_that_is_not_known_is_an_error_in_words():
         fzero.load("nothing://x", like={})
 
 
-def test_no_checkpoint_is_there(root):
+def test_loading_from_an_empty_object_store_is_refused(root):
     with pytest.raises(
         fzero.errors.CheckpointError, match=r"'memory://.*' is no checkpoint: it has no file manifest.json"
     ):

@@ -56,7 +56,7 @@ def test_an_expanded_tensor_overlaps_with_itself():
 
 
 @pytest.mark.parametrize("name", ["flat", "rows", "transposed", "every other"])
-def test_leaves_that_share_memory_are_read_apart(name, tmp_path):
+def test_leaves_that_share_memory_are_loaded_apart(name, tmp_path):
     x = torch.arange(12.0).view(4, 3)
     saved = {"a": x + 100, "b": VIEWS[name](x).clone()}
     fzero.save(tmp_path, saved)
@@ -65,7 +65,7 @@ def test_leaves_that_share_memory_are_read_apart(name, tmp_path):
     assert same_bits(loaded, saved) and loaded["a"] is into
 
 
-def test_columns_of_one_matrix_are_read_where_they_lie(tmp_path):
+def test_columns_of_one_matrix_are_loaded_in_place(tmp_path):
     saved = {"a": torch.arange(4.0), "b": -torch.arange(4.0)}
     fzero.save(tmp_path, saved)
     into = torch.zeros(4, 3)
@@ -80,7 +80,7 @@ def test_an_expanded_leaf_gets_memory_of_its_own(tmp_path):
 
 @examples(6, 12)
 @given(st.integers(0, 3), st.integers(1, 4))
-def test_averages_that_start_as_the_parameters_are_read_apart(tmp_path_factory, stage, n):
+def test_averages_that_start_as_the_parameters_are_loaded_apart(tmp_path_factory, stage, n):
     path = tmp_path_factory.mktemp("saved")
     step = sharded(Layout({"dp": n}, stage))
     params, _ = step.init({"w": torch.zeros(5), "b": [torch.zeros(2, 3)]}, optim.sgd(0.1))
@@ -91,7 +91,7 @@ def test_averages_that_start_as_the_parameters_are_read_apart(tmp_path_factory, 
     assert same_bits(whole_of(step, loaded), whole)
 
 
-def test_values_per_rank_that_share_memory_are_read_apart(tmp_path):
+def test_per_rank_values_that_share_memory_are_loaded_apart(tmp_path):
     mesh, x = fzero.mesh(dp=2), torch.zeros(2, 3)
     fzero.save(tmp_path, {"a": mesh.local(x + 1), "b": mesh.local(x + 2)}, mesh)
     loaded = fzero.load(tmp_path, like={"a": mesh.local(x), "b": mesh.local(x)}, mesh=mesh)

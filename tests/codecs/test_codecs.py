@@ -39,7 +39,7 @@ def spread(shape: Any, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_the_error_is_within_the_bound(codec, shape, dtype, seed):
+def test_the_error_of_rounding_is_within_the_codecs_bound(codec, shape, dtype, seed):
     x = spread(shape, seed, dtype)
     encoded = codec.encode(x)
     assert encoded.payload.dtype == torch.uint8
@@ -149,6 +149,6 @@ def test_rounding_differentiates_as_the_identity(kind):
         (lambda: codecs.float8("e3m4"), ValueError, 'kind=\'e3m4\': expected "e4m3" or "e5m2"'),
     ],
 )
-def test_a_wrong_setting_of_a_codec_is_named(make, error, text):
+def test_the_error_of_a_codec_names_its_wrong_argument(make, error, text):
     with pytest.raises(error, match=text):
         make()

@@ -29,7 +29,7 @@ each_collective = pytest.mark.parametrize("name", sorted(COLLECTIVES))
 @each_collective
 @examples(5, 10)
 @given(n=RANKS, seed=st.integers(0, 9), simulate=simulations)
-def test_collective_computes_what_its_name_says(name, n, seed, simulate):
+def test_a_collective_equals_its_formula_on_stacked_inputs(name, n, seed, simulate):
     f, shape, expected = COLLECTIVES[name]
     X = stacked(n, *shape(n), seed=seed)
     torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
@@ -38,7 +38,7 @@ def test_collective_computes_what_its_name_says(name, n, seed, simulate):
 @each_collective
 @examples(1, 4)
 @given(n=FEW_RANKS)
-def test_lockstep_equals_vmap_bit_for_bit(name, n):
+def test_a_collective_in_lockstep_equals_vmap_bit_for_bit(name, n):
     """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, 3, *shape(n))
@@ -60,7 +60,7 @@ def test_lockstep_equals_vmap_bit_for_bit(name, n):
 @each_collective
 @examples(3, 10)
 @given(n=RANKS, seed=st.integers(0, 9))
-def test_a_transpose_passes_the_dot_product_test(name, n, seed):
+def test_the_transpose_of_a_collective_passes_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, *shape(n), seed=seed)
@@ -73,7 +73,7 @@ def test_a_transpose_passes_the_dot_product_test(name, n, seed):
 @each_collective
 @examples(3, 6)
 @given(n=RANKS)
-def test_gradient_inside_the_program_is_the_gradient_outside(name, n):
+def test_a_gradient_inside_a_rank_program_equals_the_gradient_of_the_simulation(name, n):
     """grad inside is d(sum over ranks of the loss) / d(own input): what differentiating the simulation gives."""
     f, shape, _ = COLLECTIVES[name]
     X = stacked(n, *shape(n))
@@ -89,7 +89,7 @@ def test_gradient_inside_the_program_is_the_gradient_outside(name, n):
 @each_collective
 @examples(3, 6)
 @given(n=RANKS)
-def test_jvp_is_the_collective_of_the_tangent(name, n):
+def test_the_jvp_of_a_collective_is_the_collective_of_the_tangent(name, n):
     f, shape, _ = COLLECTIVES[name]
     X, T = stacked(n, *shape(n)), stacked(n, *shape(n), seed=1)
     torch.testing.assert_close(on_ranks(n, lambda x, t: torch.func.jvp(f, (x,), (t,))[1], X, T), on_ranks(n, f, T))
@@ -143,7 +143,7 @@ def test_a_gradient_of_a_gradient_is_that_of_stacked_ranks(name, n):
 @each_collective
 @examples(1, 2)
 @given(n=FEW_RANKS)
-def test_traces_with_make_fx(name, n):
+def test_make_fx_traces_a_collective_and_its_gradient(name, n):
     f, shape, _ = COLLECTIVES[name]
 
     def g(X: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_traces_with_make_fx(name, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8])
 @each_collective
-def test_dtypes_are_kept(name, dtype):
+def test_a_collective_keeps_the_dtype(name, dtype):
     f, shape, _ = COLLECTIVES[name]
     assert on_ranks(3, f, torch.ones(3, *shape(3)).to(dtype)).dtype == dtype
 
@@ -257,7 +257,7 @@ def test_an_axis_is_unbound_after_an_error():
         fzero.collectives.psum(torch.ones(2), "dp")
 
 
-def test_assume_replicated_takes_what_looks_different():
+def test_assume_replicated_marks_a_tensor_as_equal_on_all_ranks():
     mesh = fzero.mesh(dp=2)
     x = mesh.split(torch.zeros(4))
     assert mesh.spmd(lambda x: fzero.axes.assume_replicated({"a": x.new_ones(())}))(x)["a"].item() == 1

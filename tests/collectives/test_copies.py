@@ -78,7 +78,7 @@ def refused(loss: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, said: 
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("simulate", MESHES)
-def test_copies_that_are_used_as_one_value_are_refused(name, simulate):
+def test_a_loss_that_uses_copies_as_one_value_is_refused(name, simulate):
     total, said = WRONG[name]
     refused(loss_for(total), MESHES[simulate], 1, said)
 
@@ -89,7 +89,7 @@ def copies(y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize("simulate", MESHES)
-def test_at_every_stage_with_micro_batches_and_the_line_is_named(stage, simulate):
+def test_copies_used_as_one_value_are_refused_at_every_stage_by_their_line(stage, simulate):
     line = rf"test_copies.py:{copies.__code__.co_firstlineno + 1}: psum over 'tp'"
     refused(loss_for(copies), MESHES[simulate], stage, line, micro_batches=1 + stage % 2)
 
@@ -111,7 +111,7 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize(
     "name,simulate", cases(zip(BLOCKS, itertools.cycle(MESHES)), itertools.product(BLOCKS, MESHES))
 )
-def test_blocks_that_run_again_hide_nothing(name, simulate):
+def test_copies_within_a_rematerialised_block_are_refused(name, simulate):
     def loss(p: Any, batch: Any) -> torch.Tensor:
         return (BLOCKS[name](p, batch["x"] @ p["inp"]) - batch["y"]).square().mean()
 
@@ -120,7 +120,7 @@ def test_blocks_that_run_again_hide_nothing(name, simulate):
 
 
 @pytest.mark.parametrize("simulate", MESHES)
-def test_a_block_may_make_one_value_of_copies(simulate):
+def test_a_rematerialised_block_may_make_one_value_of_copies(simulate):
     """Copies are one block's results, and arguments of another, in which each rank goes on with its own."""
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_a_block_may_make_one_value_of_copies(simulate):
 
 
 @pytest.mark.parametrize("simulate", MESHES)
-def test_parts_of_weights_alone_make_a_sum_of_what_differs(simulate):
+def test_a_psum_of_products_with_split_weights_is_refused(simulate):
     """Nothing enters: the input is data, of which nobody wants the gradient."""
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_parts_of_weights_alone_make_a_sum_of_what_differs(simulate):
         refused(loss, MESHES[simulate], stage, "psum over 'tp'", micro_batches=k)
 
 
-def test_a_trace_finds_it():
+def test_jit_refuses_a_loss_that_uses_copies_as_one_value():
     mesh = MESHES["vmap"]
     step = fzero.shard(train_step_for(loss_for(WRONG["psum"][0]), OPT), stage=2, mesh=mesh, axis="dp", split=split)
     with pytest.raises(ValueError, match="psum over 'tp' gives each rank a copy"):
@@ -180,14 +180,14 @@ RIGHT: dict[str, tuple[Sum, Sum]] = {
 
 
 @pytest.mark.parametrize("name,simulate", cases(zip(RIGHT, itertools.cycle(MESHES)), itertools.product(RIGHT, MESHES)))
-def test_right_programs_run_and_are_dense_training(name, simulate):
+def test_programs_with_invariant_collectives_equal_dense_training(name, simulate):
     for stage, remat in ((0, False), (3, True)):
         step = train_step_for(loss_for(*RIGHT[name], remat), OPT)
         assert_equivalent(step, PARAMS, OPT, [BATCH], (stage,), meshes=[MESHES[simulate]], axis="dp", split=split)
 
 
 @pytest.mark.parametrize("simulate", MESHES)
-def test_losses_of_ranks_that_train_models_of_their_own_may_meet(simulate):
+def test_ranks_that_train_separate_models_may_sum_their_losses(simulate):
     """An ensemble: all that is differentiated is each rank's own, and the losses add up."""
     mesh = fzero.mesh(dp=2, member=2, simulate=simulate)
     own, x = normal(2, 3), normal(4, 3)
@@ -207,14 +207,14 @@ def test_losses_of_ranks_that_train_models_of_their_own_may_meet(simulate):
     torch.testing.assert_close(grads.value, torch.func.grad(whole)(own))
 
 
-def test_a_gradient_of_ones_own_in_a_rank_program_is_that_of_the_sum_of_all_losses():
+def test_torch_func_grad_in_a_rank_program_differentiates_the_sum_of_all_losses():
     """torch.func.grad knows no axes of a mean: docs/tutorial/4_axes.md says what it gives."""
     mesh, w = fzero.mesh(tp=2), PerRank(normal(2, 3))
     grads = mesh.spmd(lambda w: PerRank(torch.func.grad(lambda w: fzero.collectives.psum(w.sum(), "tp"))(w)))(w)
     assert (grads.value == 2).all()
 
 
-def test_ranks_whose_losses_add_up_say_so():
+def test_psum_of_a_loss_is_allowed_along_an_axis_of_the_mean():
     """With the axis among those of the mean psum is right: the loss of each rank counts, divided by their number."""
     mesh, w = fzero.mesh(tp=2), PerRank(normal(2, 3))
     f = fzero.value_and_grad(lambda w: fzero.collectives.psum(w.square().sum(), "tp"), axis="tp")

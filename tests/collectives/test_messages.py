@@ -83,7 +83,7 @@ def test_send_and_receive_are_each_others_transposes(dtype, shape):
     torch.testing.assert_close(there, back)
 
 
-def test_the_gradient_of_two_ranks_is_that_of_one():
+def test_the_gradient_through_messages_equals_that_on_one_rank():
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if here() == 0:
             return fzero.collectives.send(torch.tanh(w * x), 1, "pp")
@@ -96,7 +96,7 @@ def test_the_gradient_of_two_ranks_is_that_of_one():
     torch.testing.assert_close(grads.flatten(), expected)
 
 
-def test_messages_are_recorded():
+def test_record_counts_messages():
     def program() -> None:
         if here() == 0:
             fzero.collectives.send(torch.ones(3, 4), 1, "pp")
@@ -121,7 +121,7 @@ def test_messages_are_recorded():
         ),
     ],
 )
-def test_ranks_that_do_not_meet_are_named(program, said):
+def test_a_message_without_its_counterpart_names_the_ranks(program, said):
     def whole() -> PerRank:
         program()
         return PerRank(torch.zeros(1))
@@ -146,7 +146,7 @@ def test_another_shape_or_dtype_is_an_error_on_the_receiver():
             lockstep(2).spmd(program)()
 
 
-def test_bad_arguments_are_named():
+def test_wrong_arguments_of_send_and_receive_are_refused():
     def program() -> None:
         for to in (0, 5, -1, 1.0):
             with pytest.raises(ValueError, match="expected another rank of the axis"):
@@ -163,6 +163,6 @@ def test_bad_arguments_are_named():
     lockstep(2).spmd(program)()
 
 
-def test_ranks_of_a_vmap_have_ppermute():
+def test_send_under_vmap_is_refused_and_advises_ppermute():
     with pytest.raises(RuntimeError, match=r"one program.*use fzero\.collectives\.ppermute"):
         fzero.mesh(pp=2).spmd(lambda x: fzero.collectives.send(x, 1, "pp"))(torch.ones(2))

@@ -41,7 +41,7 @@ def operations(f: Callable[..., Any], *xs: torch.Tensor) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", sorted(MOVES))
-def test_a_move_copies(name, shape, dtype):
+def test_a_move_between_memories_copies(name, shape, dtype):
     """Values, shape and dtype stay, and the memory is another: where both are one memory, too."""
     x = normal(shape).mul(3).to(dtype)
     y = MOVES[name](x)
@@ -59,7 +59,7 @@ def test_a_move_of_a_view_takes_the_view_only(name):
 
 @examples(10, 20)
 @given(names, _shapes())
-def test_each_is_the_others_transpose(name, shape):
+def test_to_host_and_to_device_are_each_others_transposes(name, shape):
     """In values, and as operations: the backward pass of a move is the other move, once."""
     x, y = normal(shape), normal(shape, 1)
     moved, transposed = torch.func.vjp(MOVES[name], x)
@@ -75,7 +75,7 @@ def test_each_is_the_others_transpose(name, shape):
 
 @examples(10, 20)
 @given(names, _shapes())
-def test_derivatives_are_those_without_the_move(name, shape):
+def test_derivatives_through_a_move_equal_those_without(name, shape):
     """grad, jvp, the gradient of a gradient, per-sample gradients, jvp of grad."""
     f, x, t = MOVES[name], normal((2, *shape)), normal((2, *shape), 1)
 
@@ -107,7 +107,7 @@ def test_torchs_own_backward_goes_through_moves():
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @examples(6, 12)
 @given(name=names, n=world_sizes(5), shape=_shapes())
-def test_a_move_inside_a_rank_program_is_each_ranks_own(simulate, name, n, shape):
+def test_each_rank_moves_its_own_tensor(simulate, name, n, shape):
     """It sends nothing between ranks, and its gradient is that of the program without it."""
     X = normal((n, *shape))
     mesh = fzero.mesh(dp=n, simulate=simulate)
@@ -123,13 +123,13 @@ def test_a_move_inside_a_rank_program_is_each_ranks_own(simulate, name, n, shape
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_what_no_rank_made_different_stays_replicated(simulate):
+def test_a_moved_replicated_value_stays_replicated(simulate):
     mesh = fzero.mesh(dp=3, simulate=simulate)
     assert mesh.spmd(lambda x: to_host(x) + 1)(torch.ones(2)).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (5,)], ids=str)
-def test_fakes_say_where_the_copy_lies(shape):
+def test_a_move_of_a_fake_tensor_has_the_device_of_the_copy(shape):
     """So that a step of another device can be planned: a fake of the device is not needed for its shapes."""
     with FakeTensorMode():
         x = torch.empty(shape, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def test_fakes_say_where_the_copy_lies(shape):
 
 
 @pytest.mark.parametrize("name", sorted(MOVES))
-def test_the_operations_pass_torchs_own_check(name):
+def test_the_custom_operations_of_moves_pass_opcheck(name):
     op = torch.ops.fzero.to_host if name == "to_host" else torch.ops.fzero.to_device
     arguments = () if name == "to_host" else (torch.device("cpu"),)
     for x in (normal((3, 2)), normal(()), normal((0,)), normal((4, 4)).T):

@@ -34,7 +34,7 @@ SOME = [("gpt", 3, 1), ("odd sizes", 8, 4)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model,n,k", cases(SOME, itertools.product(("gpt", "odd sizes"), (1, 2, 3, 8), (1, 4))))
-def test_elements_moved_are_the_tables(model, n, k):
+def test_the_elements_that_each_stage_moves_are_those_of_the_table(model, n, k):
     if model == "gpt":
         params, loss, batch = gpt_params(), gpt_loss, torch.zeros(n * k, 9, dtype=torch.int64)
     else:
@@ -61,7 +61,7 @@ def test_elements_moved_are_the_tables(model, n, k):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("model", ["gpt", "odd sizes"])
-def test_state_bytes_are_the_tables(model, n):
+def test_the_state_bytes_of_each_stage_are_those_of_the_table(model, n):
     """float32 Adam: p = 4, s = 8 bytes an element, and the 8 bytes of the count."""
     params = gpt_params() if model == "gpt" else mlp_params(torch.float32)
     exact, padded = sizes(params, n)

@@ -12,7 +12,7 @@ from fzero.testing import world_sizes
 
 @settings(max_examples=60)
 @given(m=st.integers(1, 9), k=st.integers(1, 9), n=world_sizes())
-def test_any_two_give_the_third(m, k, n):
+def test_a_batch_plan_follows_from_any_two_of_its_numbers(m, k, n):
     mesh = fzero.mesh(simulate=True, dp=n)
     expected = fzero.data.BatchPlan(m * k * n, m, k, n)
     assert fzero.data.batch_plan(micro_batch=m, accumulation=k, mesh=mesh) == expected
@@ -73,6 +73,6 @@ def test_only_data_parallel_ranks_count():
         ),
     ],
 )
-def test_contradictions_name_all_numbers(given, message):
+def test_a_contradictory_batch_plan_names_all_its_numbers(given, message):
     with pytest.raises(ValueError, match=message):
         fzero.data.batch_plan(**given, mesh=fzero.mesh(dp=4))

@@ -75,7 +75,7 @@ def test_the_dropped_examples_of_epochs_differ():
     assert len({(set(range(5)) - set(result.indices(i))).pop() for i in range(20)}) > 1
 
 
-def test_axes_that_share_examples():
+def test_ranks_along_other_axes_load_the_same_examples():
     mesh = fzero.mesh(dp=2, tp=3)
     batch = data.batches(Squares(8), mesh, global_batch=4, axis="dp", shuffle=False)[1]
     assert batch.axes == ("dp",) and batch.value["i"].tolist() == [[4, 5], [6, 7]]
@@ -91,7 +91,7 @@ def test_workers_load_the_same_and_nobody_draws_from_the_users_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_examples_come_together_as_the_user_says():
+def test_a_collate_function_makes_batches_of_examples():
     words = ["a", "bcd", "ef", "g"]
 
     def collate(examples: list[str]) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_examples_come_together_as_the_user_says():
 
 
 @given(cases())
-def test_once_is_each_example_once(case):
+def test_an_evaluation_pass_has_each_example_once(case):
     n, batch, length, _ = case
     results = list(data.once(Squares(length - batch + 1), fzero.mesh(dp=n), global_batch=batch))
     assert {len(rows(x)) for x, _ in results} == {batch}
@@ -127,7 +127,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("call,error,text", WRONG, ids=[text for _, _, text in WRONG])
-def test_wrong_input_is_named(call, error, text):
+def test_wrong_arguments_of_data_functions_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call(fzero.mesh(dp=2))
 
@@ -172,7 +172,7 @@ def on(params: Any, length: int, step: Any, batch: int) -> list[tuple[Any, ...]]
 
 @pytest.mark.parametrize("stage", [*[pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)], 2, 3])
 @pytest.mark.parametrize("options", [{}, {"simulate": "lockstep"}], ids=["vmap", "lockstep"])
-def test_predictions_are_in_order(stage, options):
+def test_predictions_come_in_the_order_of_the_examples(stage, options):
     step, params = step_on(stage, 3, **options)
     program = fzero.predict(step, lambda params, batch: {"y": batch["x"] @ params["w"], "i": batch["i"]})
     results = [program(p, x) for p, x, _ in on(params, 8, step, 6)]
@@ -181,7 +181,7 @@ def test_predictions_are_in_order(stage, options):
     torch.testing.assert_close(y, torch.stack([Squares(8)[j]["x"] for j in range(8)]) @ W)
 
 
-def test_a_block_may_gather_its_own():
+def test_an_evaluation_may_gather_parameters_block_by_block():
     step, params = step_on(3, 2)
 
     def f(params: Any, batch: Any) -> Any:
@@ -216,7 +216,7 @@ NO_EXAMPLES: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize("make,f,text", NO_EXAMPLES)
-def test_results_that_are_not_of_examples_are_named(make, f, text):
+def test_an_evaluation_whose_results_are_not_per_example_is_refused(make, f, text):
     step, params = step_on(3, 2)
     params, batch, real = on(params, 4, step, 4)[0]
     with pytest.raises(ValueError, match=text):

@@ -34,7 +34,7 @@ def on_average(lengths: list[int], buckets: Any, batch: int) -> float:
     multiple=st.sampled_from([1, 4, 8]),
     batch=st.integers(1, 3),
 )
-def test_no_other_choice_of_so_many_lengths_pads_less(lengths, count, multiple, batch):
+def test_the_chosen_bucket_lengths_pad_least(lengths, count, multiple, batch):
     pad = data.padding(lengths, global_batch=batch, buckets=count, multiple=multiple)
     assert len(pad.buckets) <= count and list(pad.buckets) == sorted({*pad.buckets})
     assert all(n % multiple == 0 for n in pad.buckets) and pad.buckets[-1] - max(lengths) < multiple
@@ -47,7 +47,7 @@ def test_no_other_choice_of_so_many_lengths_pads_less(lengths, count, multiple, 
 
 @examples(40, 300)
 @given(lengths=SIZES, seed=st.integers(0, 9))
-def test_an_example_is_what_it_was_and_padding_behind_it(lengths, seed):
+def test_a_padded_example_is_the_example_followed_by_padding(lengths, seed):
     g = torch.Generator().manual_seed(seed)
     pad = data.padding(lengths, global_batch=1, buckets=3, fill={"labels": -100, "scores": 0.5})
     for i, n in enumerate(lengths):
@@ -77,7 +77,7 @@ def texts(count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_ranks_have_one_length_and_all_meshes_one_batch(ranks, workers):
+def test_padded_batches_have_one_length_on_all_ranks_and_do_not_depend_on_the_mesh(ranks, workers):
     result = texts(24)
     pad = data.padding([len(x["input_ids"]) for x in result], global_batch=4, buckets=3)
     numbered = data.batches(result, fzero.mesh(dp=ranks), global_batch=4, seed=3, pad=pad, num_workers=workers)
@@ -91,7 +91,7 @@ def test_all_ranks_have_one_length_and_all_meshes_one_batch(ranks, workers):
     assert "3 lengths, " in repr(numbered) and "% padded" in repr(numbered)
 
 
-def test_evaluation_pads_too():
+def test_evaluation_batches_are_padded():
     result = texts(5)
     pad = data.padding([len(x["input_ids"]) for x in result], global_batch=2, buckets=2)
     got = [
@@ -168,7 +168,7 @@ def test_padding_changes_no_loss_and_no_gradient(stage):
         ({"buckets": (4, 8)}, r"example 2 has 9 tokens, and the longest of buckets=\[4, 8\] is 8"),
     ],
 )
-def test_bad_choices_are_refused(options, message):
+def test_wrong_arguments_of_padding_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         data.padding(**{"lengths": [3, 5, 9], "global_batch": 2, **options})
 
@@ -187,7 +187,7 @@ def test_a_padding_of_another_data_set_is_refused():
         pad.example({"x": 1}, 3)
 
 
-def test_many_lengths_are_chosen_among_in_a_moment():
+def test_buckets_for_many_lengths_are_chosen_quickly():
     lengths = torch.randint(1, 200_000, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
     pad = data.padding(lengths, global_batch=8, buckets=6)
     assert len(pad.buckets) == 6 and pad.share < 0.6 and len(str(pad).splitlines()) == 9

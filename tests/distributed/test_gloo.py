@@ -20,7 +20,7 @@ FOUR = ("axes", "local")
 
 
 @pytest.mark.parametrize("ranks,modules", [(2, TWO), (4, FOUR)])
-def test_cases_hold_on_processes(ranks, modules):
+def test_cases_of_small_modules_hold_on_processes(ranks, modules):
     """All modules in one world, since each world warms up for itself."""
     check(ranks, all_cases.__name__, [f"{name}.{case}" for name in modules for case in quick(name)])
 
@@ -82,19 +82,19 @@ def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
 # ---------------------------------------------------------------- the harness itself
 
 
-def test_a_failing_case_fails_the_run():
+def test_a_failing_case_on_processes_fails_its_test():
     """An error on one rank ends the run with an error, and is shown with its rank."""
     done = world(2, "-m", cases.__name__, "broken")
     assert done.returncode != 0
     assert "RuntimeError: planted" in done.stderr.split("rank 1 ended with 1:\n")[1]
 
 
-def test_a_rank_that_hangs_is_ended_and_says_where_it_stood():
+def test_a_test_process_that_hangs_is_ended_with_its_stack():
     done = world(2, "-c", "import os, time\nif os.environ['RANK'] == '1': time.sleep(99)", timeout=5)
     assert done.returncode == 1 and "Timeout" in done.stderr and 'File "<string>", line 2 in <module>' in done.stderr
 
 
-def test_a_forked_python_is_as_one_that_starts():
+def test_a_forked_test_process_has_the_environment_of_a_fresh_python():
     script = "import os, sys; print(sys.argv, os.environ['PLACE'], 'RANK' in os.environ, input()); sys.exit('over')"
     done = python("-c", script, "--word", read="hello\n", PLACE=3)
     assert done == (1, "['-c', '--word'] 3 False hello\n", "over\n")

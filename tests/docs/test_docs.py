@@ -117,7 +117,7 @@ def test_a_tutorial_ends_in_a_comparison(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_between_pages_lead_to_files(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", text):
         assert (page.parent / target).exists(), f"{page} links to {target}"

@@ -6,7 +6,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 GUIDE, SITE = (ROOT / "docs" / "examples.md").read_text(), (ROOT / "mkdocs.yml").read_text()
 
 
-def test_each_is_a_row_of_the_guide_and_a_page_of_the_site():
+def test_each_example_is_a_row_of_the_guide_and_a_page_of_the_site():
     for path in (ROOT / "examples").glob("*.py"):
         assert GUIDE.count(f"[`python {path.name}") == 1, path
         assert SITE.count(f" {path.name}: examples/{path.stem}.md") == 1, path

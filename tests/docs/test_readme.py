@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs_and_learns_the_unsharded_numbers():
+def test_the_readmes_example_trains_as_unsharded():
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     results = []
     for n, stage in ((1, 0), (4, 2), (4, 3)):
@@ -22,7 +22,7 @@ def test_the_example_runs_and_learns_the_unsharded_numbers():
             torch.testing.assert_close(other[name], p)
 
 
-def test_the_table_has_the_measured_bytes():
+def test_the_readmes_table_has_the_measured_bytes():
     path = ROOT / "benchmarks" / "bytes_per_rank.py"
     spec = importlib.util.spec_from_file_location("bytes_per_rank", path)
     assert spec is not None and spec.loader is not None
@@ -32,7 +32,7 @@ def test_the_table_has_the_measured_bytes():
     assert table == module.table(8)
 
 
-def test_links_lead_somewhere():
+def test_links_of_the_readme_lead_to_files():
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
         assert (ROOT / target).exists(), target
 
@@ -44,7 +44,7 @@ def test_the_readme_is_short_and_plain():
         assert len(sentence.split()) <= 30, sentence
 
 
-def test_the_lines_that_are_compared_are_those_of_the_scripts():
+def test_the_line_counts_in_the_comparison_are_those_of_the_scripts():
     page = (ROOT / "docs" / "compare.md").read_text()
     bodies = [(ROOT / "examples" / "finetune.py").read_text(), *re.findall(r"\.py\"}\n(.*?)```", page, re.DOTALL)]
     counts = [len([line for line in body.splitlines() if line.strip()]) for body in bodies]

@@ -24,7 +24,7 @@ def shown(text: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.slow
-def test_the_script_is_killed_and_goes_on(script, tmp_path):
+def test_the_training_script_of_the_page_resumes_after_a_kill(script, tmp_path):
     assert "steps, folder = 120," in script
     killed = script.replace("        log(i + 1, metrics)\n", "        log(i + 1, metrics)\n        assert i < 75\n", 1)
     (tmp_path / "killed.py").write_text(killed)
@@ -41,7 +41,7 @@ def test_the_script_is_killed_and_goes_on(script, tmp_path):
     assert rows[-1]["test accuracy"] > 0.95
 
 
-def test_the_script_runs_alone(script, tmp_path):
+def test_the_training_script_of_the_page_runs_in_one_process(script, tmp_path):
     (tmp_path / "train.py").write_text(script.replace('= 120, "runs', f'= 20, "{tmp_path}/runs'))
     done = python(str(tmp_path / "train.py"))
     assert done.returncode == 0 and "step 20 of 20" in done.stdout, done.stderr

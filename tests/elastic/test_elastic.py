@@ -80,7 +80,7 @@ STARTS = st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["vmap"
 @given(
     starts=st.lists(STARTS, max_size=3), every=st.integers(1, 3), save_every=st.integers(1, 5), ranks=st.integers(1, 5)
 )
-def test_any_losses_and_joins_end_as_one_uninterrupted_run(starts, every, save_every, ranks):
+def test_a_run_with_any_lost_and_joining_ranks_equals_an_uninterrupted_run(starts, every, save_every, ranks):
     with tempfile.TemporaryDirectory() as folder:
         root, done = Path(folder), 0
         for n, stage, simulate, loss, all_hosts in starts:
@@ -185,7 +185,7 @@ def test_the_mesh_is_the_largest_that_shares_the_batch(alive, fixed, batch, rows
         (7, {"dp": -1}, 8, 5, "global_batch=8 cannot be shared by min_ranks=5 or more of them"),
     ],
 )
-def test_an_impossible_mesh_is_an_error(alive, axes, batch, least, message):
+def test_an_elastic_mesh_that_no_ranks_can_form_is_refused(alive, axes, batch, least, message):
     with pytest.raises(RuntimeError, match=message):
         choose_shape(alive, ShapeRequest(axes, ("dp",), batch, 1, least))
 
@@ -205,7 +205,7 @@ def test_a_batch_that_is_skipped_or_taken_twice_is_an_error(tmp_path):
     run(tmp_path, 1, program)
 
 
-def test_a_process_that_is_to_end_leaves_after_a_kept_step(tmp_path):
+def test_a_process_that_got_sigterm_leaves_after_a_saved_step(tmp_path):
     def leave(this: Any) -> None:
         this.restore({"w": torch.zeros(2)})
         this._is_leaving = True
@@ -253,7 +253,7 @@ def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
         ({"train": 3}, TypeError, "train is 3: expected a function of an ElasticRun"),
     ],
 )
-def test_an_argument_that_no_number_of_ranks_mends_is_named(options, error, message, tmp_path):
+def test_an_elastic_run_does_not_restart_on_a_wrong_argument(options, error, message, tmp_path):
     arguments: dict[str, Any] = {
         "train": lambda run: None,
         "steps": 2,
@@ -272,7 +272,7 @@ def saves_two_steps(this: Any) -> None:
         this.save(step + 1, state)
 
 
-def test_another_global_batch_is_refused(tmp_path):
+def test_resuming_an_elastic_run_with_another_global_batch_is_refused(tmp_path):
     run(tmp_path, 2, saves_two_steps, steps=2, every=1)
     with pytest.raises(ValueError, match="global_batch=24, and the run in this folder has 12"):
         run(tmp_path, 2, saves_two_steps, steps=4, global_batch=24, every=1)

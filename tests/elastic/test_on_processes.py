@@ -58,7 +58,7 @@ def test_ranks_leave_after_the_next_saved_step_on_sigterm(tmp_path):
     assert first + second == [*range(12)] and second[0] % 2 == 0, "no step is done again"
 
 
-def test_a_lost_host_is_gone_on_without_and_joins_again(tmp_path):
+def test_training_goes_on_without_a_lost_host_which_joins_again(tmp_path):
     rendezvous = ("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic")
     times = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     options = (*rendezvous, f"--rdzv-endpoint=127.0.0.1:{free_port()}")

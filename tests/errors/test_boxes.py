@@ -72,7 +72,7 @@ def test_a_batch_in_plain_torch_is_refused(name):
         PLAIN[name](PIECES)
 
 
-def test_a_box_does_not_hide_what_python_asks_of_an_object():
+def test_a_box_answers_hasattr_equality_and_truth_as_any_object():
     assert not hasattr(SHARD, "__len__") and not hasattr(SHARD, "no_such_attribute")
     assert SHARD == SHARD and bool(SHARD)
 
@@ -121,7 +121,7 @@ def test_a_rank_programs_only_result_that_differs_by_rank_is_refused():
         spmd(lambda x: x.sum(), PIECES)
 
 
-def test_gradients_that_were_never_reduced_are_named():
+def test_an_update_with_unreduced_gradients_is_refused_by_leaf():
     def train_step(params: Any, state: Any, x: torch.Tensor) -> Any:
         updates, state = OPT.update(torch.func.grad(loss_of)(params, x), state, params)
         return optim.apply_updates(params, updates), state

@@ -88,7 +88,7 @@ def test_a_step_that_only_reads_its_state_need_not_return_it(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_forgotten_count_is_a_notice_since_a_constant_rate_does_not_read_it(stage, caplog):
+def test_a_step_that_drops_the_optimizers_count_gets_a_notice(stage, caplog):
     warn_once.cache_clear()
     opt = optim.sgd(0.1)
     step = step_of(stage, train_step=lambda p, s, x: train_step_for(loss_of, opt)(p, s, x)[::2])
@@ -108,7 +108,7 @@ def test_a_step_that_failed_leaves_no_axis_bound(stage):
     run(stage, *init(stage))
 
 
-def test_a_batch_that_was_forgotten_to_be_split_is_noticed(caplog):
+def test_a_batch_that_was_not_split_gets_a_notice(caplog):
     warn_once.cache_clear()
     for _ in range(2):
         run(2, *init(2), batch=X)

@@ -157,7 +157,7 @@ def test_an_optimizer_that_needs_whole_leaves_is_refused_on_shards(opt, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("opt", [OPT, optim.chain(optim.clip_by_global_norm(1.0), OPT)], ids=["pair", "chain"])
-def test_swapped_arguments_are_named(stage, opt):
+def test_parameters_and_state_passed_in_swapped_order_are_named(stage, opt):
     params, state = step_of(stage).init(PARAMS, opt)
     message = r"argument 0 \(parameters\) is the state of an optimizer, .*AdamState.*train_step's order"
     for step in (step_of(stage), fzero.jit(step_of(stage), backend="fx", **LEAST)):
@@ -165,7 +165,7 @@ def test_swapped_arguments_are_named(stage, opt):
             step(state, params, PIECES)
 
 
-def test_swapped_arguments_are_named_for_the_state_of_every_optimizer():
+def test_a_swapped_state_of_every_optimizer_is_named():
     states = [x for name, x in vars(optim).items() if name.endswith("State") and name in optim.__all__ and x is not Any]
     assert optim.MuonState in states and len(states) > 10
     for kind in states:
@@ -174,7 +174,7 @@ def test_swapped_arguments_are_named_for_the_state_of_every_optimizer():
             step_of(0)(state, PARAMS, PIECES)
 
 
-def test_a_state_of_another_stage_is_taken_over_as_the_errors_say():
+def test_the_remedy_for_a_state_of_another_stage_works():
     """The two calls that they name put parameters and state into the stage's layout."""
     zero, three = step_of(0), step_of(3)
     params, state, _ = zero(*zero.init(PARAMS, OPT), PIECES)

@@ -227,16 +227,16 @@ for _stage in STAGES:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_arguments_in_the_wrong_place_are_named(name):
+def test_arguments_passed_in_a_wrong_position_are_named(name):
     check(TAKEN[name])
 
 
 @pytest.mark.parametrize("kind", [numpy.int64, numpy.uint8])
-def test_a_stage_may_be_numpys(kind):
+def test_a_stage_may_be_a_numpy_integer(kind):
     assert step_of(kind(2)).stage == 2 and type(step_of(kind(2)).stage) is int
 
 
-def test_a_number_that_differs_by_rank_is_told_to_be_a_tensor():
+def test_the_error_for_a_number_that_differs_by_rank_advises_a_tensor():
     mesh = fzero.mesh(dp=2)
     for call in (lambda: mesh.spmd(lambda x: x)(fzero.PerRank(3)), lambda: mesh.split({"n": 3})):
         with pytest.raises(
@@ -245,6 +245,6 @@ def test_a_number_that_differs_by_rank_is_told_to_be_a_tensor():
             call()
 
 
-def test_a_step_that_is_no_function_is_told_its_form():
+def test_the_error_for_a_step_that_is_no_function_shows_the_signature():
     with pytest.raises(TypeError, match=r"train_step is 3: expected a function, \(params, opt_state, batch\) -> "):
         fzero.shard(3, stage=1, mesh=fzero.mesh(dp=2))  # pyright: ignore

@@ -45,7 +45,7 @@ def test_experts_learn_as_a_dense_model_does(ranks, words, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_replicas_that_seldom_talk_learn(ranks):
+def test_local_sgd_replicas_learn(ranks):
     """The shared model's loss lies below that of a guess, and after the last average all replicas have it."""
     words = ["--steps", "45", "--every", "10", "--codec", "int8", "--text", str(ROOT / "README.md")]
     out = run("examples/diloco.py", *words, ranks=ranks)
@@ -63,7 +63,7 @@ def test_many_experts_are_planned_on_many_ranks():
 @pytest.mark.parametrize(
     "ranks,words", [(1, ["--stage", "2", "--dp", "3", "--tp", "4"]), (2, ["--tp", "2"])], ids=["simulated", "processes"]
 )
-def test_parallel_mlp_is_the_dense_one(ranks, words):
+def test_the_tensor_parallel_mlp_example_trains_as_dense(ranks, words):
     out = run("examples/parallel_mlp.py", *words, "--steps", "5", ranks=ranks)
     losses = re.findall(r"loss (\S+), dense and unsharded (\S+)\n", out)
     assert len(losses) == 5 and all(float(a) == pytest.approx(float(b), abs=1e-10) for a, b in losses)
@@ -113,7 +113,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_train_gpt_goes_on_where_it_was_killed(tmp_path):
+def test_train_gpt_resumes_after_a_kill(tmp_path):
     """On the same ranks to the same bits, from another stage; on other ranks to the same losses up to rounding."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     words = ["examples/train_gpt.py", "--batch", "6", "--text", str(ROOT / "README.md"), "--every", "3"]
@@ -135,7 +135,7 @@ def bits(folder: Path) -> dict[str, Any]:
     return {name: fzero.checkpoint.read(newest, name).tolist() for name in fzero.checkpoint.leaves(newest)}
 
 
-def test_train_gpt_plans(tmp_path):
+def test_train_gpt_prints_a_plan(tmp_path):
     words = [str(ROOT / "examples" / "train_gpt.py"), "--plan", "--stage", "3"]
     (done,) = forked(words, [{}], cwd=tmp_path)
     assert "train_step: peak" in done.stdout and "reduce_scatter" in done.stdout and "blocks.1" in done.stdout
@@ -154,14 +154,14 @@ def test_hf_model_learns_and_holds_its_shards(model, stage, simulate):
 
 
 @pytest.mark.slow
-def test_hf_model_on_two_processes_prints_the_same():
+def test_hf_model_on_two_processes_prints_the_losses_of_one():
     words = ["--model", "llama", "--stage", "3", "--steps", "2"]  # no dropout
     launched, alone = (run("examples/hf_model.py", *words, ranks=ranks) for ranks in (2, 1))
     steps = re.compile(r"step .*")
     assert steps.findall(launched) == steps.findall(alone) != []
 
 
-def test_the_notebook_shows_what_its_cells_give():
+def test_the_notebooks_stored_outputs_are_those_of_its_cells():
     spec = importlib.util.spec_from_file_location("tour", ROOT / "docs" / "_tour.py")
     assert spec is not None and spec.loader is not None
     tour = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ def rows(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_stages_give_the_same_in_float16(tmp_path):
+def test_finetuning_in_float16_has_the_same_losses_at_every_stage(tmp_path):
     words = [*SMALL, "--steps", "4", "--precision", "float16"]
     for stage in ("0", "3"):
         run(*words, "--stage", stage, "--out", str(tmp_path / stage))
@@ -49,7 +49,7 @@ def test_a_run_goes_on_at_another_stage_and_starts_from_the_folder_that_it_saved
 
 
 @pytest.mark.slow
-def test_the_short_one_is_killed_goes_on_and_is_read_by_transformers(tmp_path):
+def test_a_killed_finetuning_resumes_and_transformers_reads_its_model(tmp_path):
     """examples/finetune.py, of at most 40 lines, on two processes and then on one."""
     body = PATH.with_name("finetune.py").read_text()
     assert len([line for line in body.splitlines() if line.strip()]) <= 40

@@ -51,7 +51,7 @@ def start(tmp_path_factory: Any) -> pathlib.Path:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_answers_of_packed_conversations_count(start, tmp_path):
+def test_finetuning_on_packed_conversations_counts_the_answers_alone(start, tmp_path):
     chats = [turns(a, a) + turns(a, 7) * (a % 3) for a in range(60)]
     data = lines(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
     words = ["--model", str(start), "--data", data, "--lr", "0", "--every", "1", "--out", str(tmp_path)]
@@ -74,7 +74,7 @@ def test_answers_of_packed_conversations_count(start, tmp_path):
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_are_read_by_peft(start, tmp_path):
+def test_peft_reads_the_adapters_that_finetuning_writes(start, tmp_path):
     peft = pytest.importorskip("peft")
     rows = [{"prompt": f"user:{a % 9} + 5</s>assistant:", "completion": f"{a % 9 + 5}"} for a in range(60)]
     words = ["--model", str(start), "--data", lines(tmp_path / "answers.jsonl", rows), "--lr", "0.02"]
@@ -88,7 +88,7 @@ def test_adapters_are_read_by_peft(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_preferences_are_learnt_and_a_teacher_is_halved(start, tmp_path):
+def test_dpo_learns_preferences_and_distillation_halves_a_teacher(start, tmp_path):
     wrong = [{"role": "assistant", "content": "?"}]
     rows = [{"prompt": turns(a, 3)[:1], "chosen": turns(a, 3)[1:], "rejected": wrong} for a in range(60)]
     words = ["--model", str(start), "--data", lines(tmp_path / "preferences.jsonl", rows), "--every", "8"]
@@ -103,7 +103,7 @@ def test_preferences_are_learnt_and_a_teacher_is_halved(start, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("--data", "nothing.jsonl"), ("--model", "nothing")], ids=["data", "model"])
-def test_data_without_a_model_are_not_left_for_the_tiny_ones(words, tmp_path):
+def test_dpo_with_data_but_no_model_is_refused(words, tmp_path):
     done = python("examples/dpo.py", *words, "--out", str(tmp_path))
     assert done.returncode == 2 and "--model and --data go together" in done.stderr
 

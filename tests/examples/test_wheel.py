@@ -11,7 +11,7 @@ from tests.distributed.launch import ROOT, environment
 
 
 @pytest.mark.slow
-def test_a_wheel_has_them(tmp_path):
+def test_a_wheel_contains_the_example_programs(tmp_path):
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)

@@ -41,7 +41,7 @@ def seconds_of(patience: float, **case: Any) -> float | None:
         *[pytest.param(x, 2, marks=pytest.mark.slow) for x in ("one direction cut", "1 MB/s", "link cut, first mesh")],
     ],
 )
-def test_both_sides_of_a_link_name_a_rank_of_the_other(kind, ranks):
+def test_both_sides_of_a_cut_link_name_a_rank_of_the_other_host(kind, ranks):
     """In three seconds, a sixth of the timeout; 12 s allow for a busy machine. A link that is slow is not lost."""
     patience = 12.0 if "mesh" not in kind else 30.0
     seconds = seconds_of(patience, kind=kind, ranks=ranks, timeout=18.0)
@@ -54,7 +54,7 @@ def test_a_rank_that_fails_or_a_disk_that_breaks_is_named(kind):
     seconds_of(20.0, kind=kind, ranks=1)
 
 
-def test_without_the_rights_the_command_says_what_it_leaves_out(monkeypatch, capsys):
+def test_the_faults_command_lists_faults_that_need_more_rights(monkeypatch, capsys):
     monkeypatch.setattr(command, "missing", lambda: "the rights of root")
     monkeypatch.setattr(disks, "no_disk", lambda: "the rights to mount a file system")
     monkeypatch.setattr(sys, "argv", ["faults", "--cycles", "0", "--only", "link cut"])

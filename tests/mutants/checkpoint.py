@@ -74,7 +74,7 @@ MUTANTS = [
             becomes("A.index(self.B, C)", "C % len(self.pieces[0])"),
         ),
     ),
-    *File("checkpoint/_folder.py", (*FOLDER, "-k", "only_read")).faults(
+    *File("checkpoint/_folder.py", (*FOLDER, "-k", "does_not_create_it")).faults(
         Fault("a folder that is only read is made", "_run_of.run_id", never("not make")),
     ),
     *File("checkpoint/_folder.py", FOLDER).faults(
