@@ -96,6 +96,12 @@ def test_free_memory_in_pieces_is_reserved_beside_a_block_that_fits_into_none():
     assert grown.allocated_bytes == 60 * MB
 
 
+def test_a_block_within_a_segment_is_given_out_before_the_last_one_which_can_grow():
+    """Torch reserves as much (`tests/cuda/allocations.py`): 18 MB come from 30 free ones, not from the last 20."""
+    ranges = [(0, 1, 30 * MB), (0, 9, 30 * MB), (0, 1, 15 * MB), (2, 2, 18 * MB), (2, 2, 30 * MB)]
+    assert simulate_allocator([], ranges, expandable_segments=True).reserved_bytes == 100 * MB
+
+
 def test_a_plan_of_a_gpu_tells_what_the_allocator_takes():
     x = torch.zeros(3000, 1024, device="meta")
     plan = fzero.plan(lambda x: x @ x.T, x, hardware="cuda")
