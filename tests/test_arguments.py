@@ -8,13 +8,13 @@ from fzero._arguments import check_choice, check_int, is_int
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, torch.tensor(1)])
-def test_other_values_than_ints_are_refused(value):
+def test_check_int_refuses_values_that_are_no_ints(value):
     assert not is_int(value) and is_int(0) and is_int(-1)
     with pytest.raises(ValueError, match=r"steps=.*: expected an int, at least 0"):
         check_int("steps", value, 0)
 
 
-def test_an_int_in_range_is_returned():
+def test_check_int_returns_an_int_in_range():
     assert [check_int("k", k, 1, maximum=3) for k in (1, 2, 3)] == [1, 2, 3]
     for k in (0, 4):
         with pytest.raises(ValueError, match=f"k={k}: expected the number of experts, an int from 1 to 3$"):
@@ -24,7 +24,7 @@ def test_an_int_in_range_is_returned():
         check_int("size", 6, 7, "a number of bytes")
 
 
-def test_a_choice_is_one_of_the_values_themselves():
+def test_check_choice_returns_the_listed_value():
     choices = ("first", True, None)
     for value in choices:
         check_choice("check", value, choices)
@@ -50,6 +50,6 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_bool_is_no_number(call):
+def test_argument_checks_refuse_bools_as_numbers(call):
     with pytest.raises(ValueError, match="True"):
         call()

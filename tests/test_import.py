@@ -63,7 +63,7 @@ def test_importing_fzero_loads_nothing_that_a_step_may_not_need():
     assert late == "[]\n" and int(count) < 50, f"{count} modules of others, among them {late}"
 
 
-def test_dynamo_is_told_at_once_if_it_is_there():
+def test_functions_are_registered_with_dynamo_at_once_if_it_is_imported():
     import torch._dynamo.trace_rules as rules
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -73,12 +73,12 @@ def test_dynamo_is_told_at_once_if_it_is_there():
     assert "torch._dynamo" not in on_import._REGISTRATIONS
 
 
-def test_other_modules_are_found_by_others():
+def test_the_import_hook_ignores_other_modules():
     finder = on_import._FINDER
     assert finder.find_spec("torch._dynamo.utils", None) is None and finder.find_spec("json", None) is None
 
 
-def test_there_is_no_other_attribute():
+def test_an_unknown_attribute_of_fzero_raises_with_a_hint():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fzero.nothing
     with pytest.raises(AttributeError, match=r"has no attribute 'psum': it is fzero\.collectives\.psum$"):

@@ -50,7 +50,7 @@ def codes_to_float32(step: Any, precision: fzero.Precision, state: Any) -> Any:
 @example({"a": torch.ones(()), "n": [torch.ones(0), torch.ones(7)]}, torch.bfloat16, True, 3, 8, 3, 0, "eager", False)
 @example({"a": torch.ones(9, 3), "n": torch.ones(7)}, torch.bfloat16, True, 3, 4, 2, 0, "jit", True)
 @example({"a": torch.ones(9, 3), "n": torch.ones(7)}, torch.float16, False, 1, 2, 3, 0, "lockstep", True)
-def test_numbers_are_those_of_masters_in_the_state(params, half, rule, stage, n, k, seed, form, gather):
+def test_masters_as_shards_train_as_masters_in_the_state(params, half, rule, stage, n, k, seed, form, gather):
     batches = [torch.randint(-2, 3, (n * k,), generator=torch.Generator().manual_seed(i)).float() for i in range(3)]
     mesh = fzero.mesh(dp=n, simulate="lockstep" if form == "lockstep" else True)
     results = []
@@ -83,7 +83,7 @@ def test_stage_3_holds_12_bytes_an_element(stage, n):
 
 
 @pytest.mark.parametrize("k", cases((2,), (1, 4)))
-def test_gathers_send_half_precision(k):
+def test_masters_as_shards_are_gathered_in_half_precision(k):
     (_, precision), mesh = policies(full=wide_norm), fzero.mesh(dp=2)
     opt = optim.master_weights(optim.sgd(0.5), precision)
     step = fzero.shard(step_of(opt, precision=precision, micro_batches=k), stage=3, mesh=mesh)
@@ -99,7 +99,7 @@ def test_gathers_send_half_precision(k):
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 1}])
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
-def test_split_leaves_train_alike(stage, axes):
+def test_split_leaves_with_masters_as_shards_train_as_with_masters_in_the_state(stage, axes):
     results = []
     for precision in policies(full=wide_norm):
         mesh, opt = fzero.mesh(**axes), optim.master_weights(optim.sgd(2.0**-5), precision)
@@ -114,7 +114,7 @@ def test_split_leaves_train_alike(stage, axes):
 
 
 @pytest.mark.parametrize("to_shards", [True, False])
-def test_a_checkpoint_of_either_kind_goes_on_as_the_other(tmp_path, to_shards):
+def test_a_checkpoint_of_either_kind_of_masters_resumes_as_the_other(tmp_path, to_shards):
     kinds = policies(full=wide_norm)
     first, second = kinds if to_shards else kinds[::-1]
     mesh, results = fzero.mesh(dp=4), {}
@@ -152,13 +152,13 @@ def test_forward_programs_get_the_parameters_that_were_trained():
         assert sums.item() == pytest.approx(8 * outputs[0, 0].item())
 
 
-def test_export_has_all_bits():
+def test_an_export_of_masters_as_shards_has_all_bits():
     step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
     params, _ = step.init({"w": torch.full((4,), 1 / 3)}, optim.master_weights(optim.sgd(0.1), policies()[1]))
     assert torch.equal(step.gather(params)["w"], torch.full((4,), 1 / 3))
 
 
-def test_a_state_of_the_other_kind_is_refused():
+def test_a_state_with_the_other_kind_of_masters_is_refused():
     full, shards = policies()
     step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
     states = [step.init({"w": torch.ones(4)}, optim.master_weights(optim.sgd(0.1), p)) for p in (full, shards)]
@@ -177,6 +177,6 @@ def test_a_state_of_the_other_kind_is_refused():
         (lambda p: optim.stochastic_rounding(optim.sgd(0.1), p, fzero.random.key(0)), "stochastic_rounding: .*shard="),
     ],
 )
-def test_what_cannot_hold_is_refused(make, message):
+def test_combinations_that_masters_as_shards_cannot_serve_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(policies()[1])

@@ -171,7 +171,7 @@ def test_an_ambiguous_or_missing_place_is_an_error(symbol, change, message):
         change.planted(TEXT, symbol)
 
 
-def test_a_symbol_that_is_there_twice_is_an_error():
+def test_a_fault_in_a_symbol_that_is_defined_twice_is_refused():
     with pytest.raises(LookupError, match="has 2 'f'"):
         returns("0").planted("def f():\n    return 1\n\n\ndef f():\n    return 2\n", "f")
 
@@ -179,7 +179,7 @@ def test_a_symbol_that_is_there_twice_is_an_error():
 @pytest.mark.parametrize(
     "wrong", [(becomes, "A", "B"), (skipped, "A"), (never, "A; B"), (swapped, "A", "<"), (bare, "B")]
 )
-def test_a_row_that_means_nothing_is_refused(wrong):
+def test_a_row_of_a_fault_with_a_wrong_pattern_is_refused(wrong):
     change, *words = wrong
     with pytest.raises(ValueError):
         change(*words)
@@ -213,7 +213,7 @@ def test_a_table_is_of_files_with_tests_for_each_row():
     assert File("a.py").tests == LAWS
 
 
-def test_a_fault_without_a_place_is_told(tmp_path):
+def test_a_fault_without_a_place_is_reported_as_not_applicable(tmp_path):
     (tmp_path / "fzero").mkdir()
     (tmp_path / "fzero" / "a.py").write_text(TEXT)
     rows = [
@@ -231,7 +231,7 @@ def test_a_fault_without_a_place_is_told(tmp_path):
     assert summary(result) == "5 faults: 1 killed, 1 survived, 3 not applicable"
 
 
-def test_a_fault_whose_tests_fail_without_it_is_told():
+def test_a_fault_whose_tests_fail_without_it_is_not_applicable():
     rows = [Fault("one", "f", never("A")), Fault("two", "f", never("B")), Fault("three", "f", never("C"), ("y",))]
     mutants = File("a.py", ("x",)).faults(*rows)
     bare_runs = without_faults(mutants)

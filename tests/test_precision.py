@@ -55,7 +55,7 @@ def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(params, half, rule, sta
     k=MICRO_BATCHES,
     rule=st.booleans(),
 )
-def test_equals_unsharded_training(reduce, stage, n, k, rule):
+def test_training_under_a_precision_policy_equals_unsharded(reduce, stage, n, k, rule):
     """In float32 for half precision and float64 for float32, so that little rounds."""
     precision = fzero.Precision(
         torch.float32, reduce=reduce, grad=torch.float64, master=torch.float64, full=wide_norm if rule else None
@@ -107,7 +107,7 @@ def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="no compiler")
-def test_inductor_follows_eager():
+def test_inductor_in_half_precision_trains_as_eager():
     """A GPT in bfloat16 with everything: masters, a loss scale, micro-batches, remat."""
     precision = fzero.Precision(torch.bfloat16)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
@@ -198,7 +198,7 @@ def test_state_bytes_are_the_formulas(half, n):
         assert step.state_bytes(*state, grads) - count == formulas[stage]
 
 
-def test_full_leaves_have_no_second_copy():
+def test_leaves_kept_in_full_precision_have_no_second_copy():
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.master_weights(optim.sgd(0.1), precision)
     step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
@@ -319,7 +319,7 @@ def test_ties_stay_tied(stage):
 
 
 @pytest.mark.slow
-def test_split_and_hybrid_units_have_a_precision_too():
+def test_split_and_hybrid_units_follow_the_precision_policy():
     """Tensor parallel leaves, and copies along a replica axis: the policy's dtypes on every collective of a unit."""
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.master_weights(optim.sgd(2.0**-9), precision)
@@ -358,7 +358,7 @@ def test_micro_batches_are_summed_in_the_gradients_dtype(stage):
     assert train_step(precision.cast(params), (), x[:2])[2]["w"].tolist() == [257.0] * 3
 
 
-def test_a_wrong_policy_is_named():
+def test_the_error_of_a_precision_policy_names_its_wrong_argument():
     with pytest.raises(ValueError, match="master weights in half precision lose every update"):
         fzero.Precision(torch.bfloat16, master=torch.bfloat16)
     with pytest.raises(
@@ -389,7 +389,7 @@ def test_a_wrong_policy_is_named():
 
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_forgotten_casts_are_found(stage):
+def test_a_forgotten_precision_option_is_refused(stage):
     """A policy that silently did nothing is the classic bug: each place says so, and where."""
     precision = fzero.Precision(torch.bfloat16)
     opt, mesh = optim.master_weights(optim.sgd(0.1), precision), fzero.mesh(dp=2)
@@ -409,7 +409,7 @@ def test_forgotten_casts_are_found(stage):
         opt.update({"w": torch.ones(4)}, uncast)
 
 
-def test_gradients_are_as_wide_as_the_policy_says():
+def test_gradients_have_the_dtype_of_the_policy():
     """Also wider than the masters, also of leaves that are kept in full; narrower ones are a forgotten precision=."""
     precision = fzero.Precision(torch.bfloat16, grad=torch.float64, full=wide_norm)
     assert precision.gradients(torch.bfloat16)[:2] == (torch.float32, torch.float64)
@@ -432,7 +432,7 @@ def test_masters_of_integers_are_refused():
         opt.init({"w": torch.ones(4), "n": torch.arange(3)})
 
 
-def test_masters_of_rounded_values_are_noted(caplog):
+def test_masters_made_from_rounded_parameters_get_a_notice(caplog):
     warn_once.cache_clear()
     opt = optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16))
     opt.init({"w": torch.ones(4)})
@@ -441,7 +441,7 @@ def test_masters_of_rounded_values_are_noted(caplog):
     assert "1 leaves ('w', ...) are in half precision already" in caplog.text
 
 
-def test_master_weights_come_last():
+def test_master_weights_must_be_the_outermost_wrapper():
     opt = optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16))
     assert optim.chain(optim.clip(1.0), opt).precision is opt.precision
     with pytest.raises(ValueError, match=r"must be the last link.*: optim.master_weights\(optim.chain"):
@@ -461,7 +461,7 @@ def test_master_weights_come_last():
         optim.loss_scale(opt.init({"w": torch.ones(4)}))
 
 
-def test_every_box_says_its_dtype():
+def test_every_box_has_the_dtype_of_the_policy():
     """The spec's dtype is the parameters', whatever the tree holds."""
     precision = fzero.Precision(torch.bfloat16)
     opt = optim.master_weights(optim.adam(0.1), precision)

@@ -128,7 +128,7 @@ def test_the_state_of_another_optimizer_is_named(stage, used, made, message):
         step_of(stage, used)(params, opt_state, BATCH)
 
 
-def test_an_attribute_error_of_an_optimizers_own_code_stays():
+def test_an_attribute_error_within_an_optimizer_is_not_rewritten():
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         return params.nothing, state
 
@@ -227,7 +227,7 @@ INIT: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", INIT)
-def test_a_wrong_argument_is_named_without_its_numbers(name):
+def test_an_error_names_a_wrong_argument_without_printing_its_values(name):
     action, message = INIT[name]
     with pytest.raises(TypeError, match=message):
         action()

@@ -104,7 +104,7 @@ def test_results_of_each_rank_are_compared_along_the_batch():
 
 
 @pytest.mark.slow
-def test_its_arguments_are_left_as_they_were():
+def test_assert_equivalent_does_not_change_its_arguments():
     params, batches = copy.deepcopy(PARAMS), batches_of()
     assert_equivalent(GOOD, params, OPT, batches)
     assert_trees_close(params, PARAMS, 0.0)
@@ -112,7 +112,7 @@ def test_its_arguments_are_left_as_they_were():
 
 
 @pytest.mark.slow
-def test_the_tolerance_is_the_callers():
+def test_assert_equivalent_uses_the_callers_tolerance():
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
         return params, opt_state, loss * (1 + 1e-7 * (fzero.axes.axis_size() > 1))
@@ -122,7 +122,7 @@ def test_the_tolerance_is_the_callers():
         assert_equivalent(train_step, PARAMS, OPT, batches_of())
 
 
-def test_a_batch_that_does_not_split_is_said_so():
+def test_assert_equivalent_refuses_a_batch_that_does_not_divide():
     with pytest.raises(ValueError, match=r"\[7, 3\]: dimension 0 must be divisible by the 2 ranks"):
         assert_equivalent(GOOD, PARAMS, OPT, batches_of(size=7))
 
@@ -177,7 +177,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, str]] = {  # the fault, the stag
 
 @pytest.mark.parametrize("stage", cases((STAGES[0], STAGES[-1]), STAGES))
 @pytest.mark.parametrize("name", WRONG)
-def test_a_planted_fault_is_found_with_its_stage_step_and_result(name, stage):
+def test_assert_equivalent_reports_the_stage_step_and_result_of_a_fault(name, stage):
     fault, stages, where = WRONG[name]
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
@@ -200,7 +200,7 @@ def scaled(tree_: Any) -> Any:
 
 
 @pytest.mark.parametrize("stage", cases((STAGES[0], STAGES[-1]), STAGES))
-def test_a_fault_is_found_with_its_leaf(stage):
+def test_assert_equivalent_reports_the_leaf_of_a_fault(stage):
     def check(train_step: Callable[..., Any], message: str) -> None:
         with pytest.raises(AssertionError, match=rf"stage={stage}, dp=3, {message}.*allowed: 1e-12"):
             assert_equivalent(train_step, PARAMS, OPT, batches_of(1), (stage,), (1, 3))
@@ -267,7 +267,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_trees_that_differ_are_told_apart_by_leaf(name):
+def test_assert_trees_close_names_the_leaf_that_differs(name):
     actual, expected, message = DIFFERENT[name]
     with pytest.raises(AssertionError, match=message):
         assert_trees_close(actual, expected, what="what")
@@ -281,7 +281,7 @@ def test_trees_within_the_tolerance_are_close():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_trees_that_diverged_alike_are_close(value):
+def test_trees_with_equal_infinities_and_nans_are_close(value):
     """Training that diverges unsharded and sharded alike is equivalent."""
     assert_trees_close({"a": X * value}, {"a": X * value})
     mixed = torch.tensor([1.0, value])
@@ -397,7 +397,7 @@ NODES: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_trees_have_awkward_nodes(name):
+def test_every_kind_of_node_is_drawn_in_trees(name):
     assert is_drawn(testing.trees(), holds(NODES[name]))
 
 
@@ -409,7 +409,7 @@ def test_trees_are_dicts_with_a_leaf_and_float64_by_default(drawn):
 
 
 @given(testing.trees(max_leaves=2))
-def test_trees_are_about_as_large_as_asked(drawn):
+def test_drawn_trees_are_about_as_large_as_asked(drawn):
     assert len(tree.tensors(drawn)) <= 1 + 2 * 3
 
 
@@ -428,7 +428,7 @@ def test_trees_have_each_dtype_asked_for(dtype):
     assert is_drawn(testing.trees(dtypes=KINDS), lambda t: any(x.dtype == dtype for x in tree.tensors(t)))
 
 
-def test_trees_repeat_from_their_seed():
+def test_drawn_trees_repeat_from_their_seed():
     def spread(t: Any) -> bool:
         return any(x.numel() > 3 and x.std() > 0.1 for x in tree.tensors(t))
 
@@ -436,7 +436,7 @@ def test_trees_repeat_from_their_seed():
 
 
 @given(testing.stages())
-def test_stages_are_zeros_four(stage):
+def test_the_strategy_of_stages_draws_0_to_3(stage):
     assert stage in STAGES
 
 

@@ -186,7 +186,7 @@ ANSWERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_of_fzero_is_at_the_users_call(name):
+def test_an_error_that_fzero_raises_from_a_callback_ends_at_the_users_call(name):
     with pytest.raises((ValueError, TypeError, RuntimeError, OSError)) as caught:
         ANSWERS[name]()
     files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
@@ -204,7 +204,7 @@ def test_an_error_that_fzero_did_not_mean_keeps_its_frames():
         assert not getattr(caught.value, "__notes__", ())
 
 
-def test_a_word_that_is_misspelt_has_the_nearest_beside_it():
+def test_a_misspelt_argument_is_reported_with_the_nearest_name():
     with pytest.raises(TypeError, match="stge") as caught:
         fzero.shard(train_step, stge=3)  # pyright: ignore
     assert "did you mean stage=, not stge=?" in caught.value.__notes__

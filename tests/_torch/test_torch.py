@@ -385,7 +385,7 @@ def test_hooks_on_gradients_are_listed():
     assert modules.gradient_hooks(p) == ["register_hook", "register_post_accumulate_grad_hook"]
 
 
-def test_full_backward_hooks_of_modules_are_listed():
+def test_backward_hooks_of_modules_are_detected():
     module = torch.nn.Linear(2, 2)
     assert not modules.has_backward_hook(module)
     module.register_forward_hook(lambda *_: None)

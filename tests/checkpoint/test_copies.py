@@ -169,6 +169,6 @@ def test_copies_on_a_single_host_get_a_notice(tmp_path, caplog):
     assert [r.message for r in caplog.records if "all ranks are on one host" in r.message and "'two'" not in r.message]
 
 
-def test_the_option_copies_must_be_a_positive_int(tmp_path):
+def test_a_negative_number_of_copies_is_refused(tmp_path):
     with pytest.raises(ValueError, match="copies=-1: expected a number of copies"):
         fzero.checkpoint.checkpoints(tmp_path, copies=-1)

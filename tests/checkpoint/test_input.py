@@ -207,7 +207,7 @@ def test_the_greatest_step_number_is_listed_as_the_newest(tmp_path):
     assert runs.newest() == 10**15 - 1
 
 
-def test_per_rank_parts_of_a_box_have_paths(tmp_path):
+def test_a_leaf_with_the_path_of_a_part_of_a_box_is_refused(tmp_path):
     mesh = fzero.mesh(dp=2)
     values = {"a": mesh.local({"b": torch.zeros(2, 1)}), "a.b": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"two leaves of the path 'a.b'"):

@@ -94,7 +94,7 @@ def test_a_test_process_that_hangs_is_ended_with_its_stack():
     assert done.returncode == 1 and "Timeout" in done.stderr and 'File "<string>", line 2 in <module>' in done.stderr
 
 
-def test_a_forked_test_process_has_the_environment_of_a_fresh_python():
+def test_a_forked_test_process_behaves_as_a_fresh_python():
     script = "import os, sys; print(sys.argv, os.environ['PLACE'], 'RANK' in os.environ, input()); sys.exit('over')"
     done = python("-c", script, "--word", read="hello\n", PLACE=3)
     assert done == (1, "['-c', '--word'] 3 False hello\n", "over\n")

@@ -253,7 +253,7 @@ def test_memory_is_released_when_the_run_is_on_disk_to_its_end(tmp_path):
         ({"train": 3}, TypeError, "train is 3: expected a function of an ElasticRun"),
     ],
 )
-def test_an_elastic_run_does_not_restart_on_a_wrong_argument(options, error, message, tmp_path):
+def test_an_elastic_run_refuses_wrong_arguments_at_once(options, error, message, tmp_path):
     arguments: dict[str, Any] = {
         "train": lambda run: None,
         "steps": 2,

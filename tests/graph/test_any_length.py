@@ -50,7 +50,7 @@ ODD: dict[str, Callable[..., Any]] = {
 @needs_symbols
 @examples(3, 150)
 @given(names=st.lists(st.sampled_from([*STEPS, *ODD]), min_size=1, max_size=4), lengths=lengths_of_calls)
-def test_a_function_at_any_length_equals_itself(names, lengths):
+def test_a_function_jitted_for_any_length_equals_the_function(names, lengths):
     """Whatever Python does with the length: if in doubt, it is traced."""
     f = in_one(names) if not {*names} & {*ODD} else lambda x, w: _applied(names, x, w)
     run = fzero.jit(f, backend="fx")
@@ -71,7 +71,7 @@ def _applied(names: Sequence[str], x: torch.Tensor, w: torch.Tensor) -> torch.Te
     ("name", "traces"),
     cases([("branch", 4), ("half", 7), ("fraction", 7), ("window", 4), ("cubes", 7)], [("python", 7)]),
 )
-def test_what_python_decides_otherwise_is_traced(name, traces):
+def test_a_length_at_which_python_branches_differently_is_traced(name, traces):
     """Three traces, and one more for the length with another outcome; seven if no formula is found."""
     lengths = (33, 40, 50, 36, 64, 17, 44)
     run = fzero.jit(ODD[name], backend="fx")
@@ -92,7 +92,7 @@ def test_what_python_decides_otherwise_is_traced(name, traces):
 @pytest.mark.parametrize(
     "lengths", [(5, 6, 7, 20, 30, 8), (20, 6, 7, 5, 30, 9, 10), (16, 5, 6, 7, 24, 8), (1, 5, 6, 0, 7, 20)]
 )
-def test_the_outcome_is_that_of_the_lengths_that_were_traced(f, lengths):
+def test_results_at_untraced_lengths_do_not_depend_on_which_were_traced(f, lengths):
     """Whatever the length is of the call that finds the formula, and whatever those are that were traced."""
     run = fzero.jit(f, backend="fx")
     for length in lengths:
@@ -107,13 +107,13 @@ def test_a_traced_length_on_another_branch_is_no_sample():
     assert run.traces == 5
 
 
-def test_what_a_length_names_is_traced():
+def test_a_step_whose_result_names_contain_the_length_is_traced_anew():
     run = fzero.jit(lambda x: {f"loss@{x.shape[0]}": x.sum()}, backend="fx")
     for length in (10, 12, 14, 16, 18):
         assert list(run(torch.ones(length))) == [f"loss@{length}"]
 
 
-def test_what_a_step_keeps_of_a_longer_call_is_kept_as_a_number():
+def test_a_cache_that_a_step_grows_with_the_length_holds_ints():
     """A table that grows, as rotary embeddings have it."""
     table = {"size": 0, "cos": torch.ones(0)}
 
@@ -128,7 +128,7 @@ def test_what_a_step_keeps_of_a_longer_call_is_kept_as_a_number():
         assert type(table["size"]) is int
 
 
-def test_a_length_that_is_decided_otherwise_is_told(caplog):
+def test_a_notice_names_a_length_at_which_the_step_branches(caplog):
     caplog.set_level(logging.INFO, "fzero.jit")
     run = fzero.jit(ODD["window"], backend="fx")
     for length in (30, 33, 36, 39, 20):
@@ -157,7 +157,7 @@ def test_a_plain_argument_that_follows_the_length_is_traced():
     assert run.traces == 6
 
 
-def test_what_lies_otherwise_is_traced():
+def test_an_argument_with_other_strides_is_traced_anew():
     run = fzero.jit(lambda x: x.view(-1) if x.is_contiguous() else x.T.reshape(-1), backend="fx")
     for length in (10, 12, 14, 16):
         run(torch.arange(3.0 * length).view(3, length))
@@ -166,7 +166,7 @@ def test_what_lies_otherwise_is_traced():
     assert torch.equal(run(x), x.T.reshape(-1)) and run.traces == 4
 
 
-def test_two_sizes_that_change_are_traced():
+def test_two_sizes_that_change_independently_are_traced():
     run = fzero.jit(lambda x: x + 1, backend="fx")
     for a, b in ((4, 10), (4, 12), (4, 14), (4, 16), (5, 18), (6, 20)):
         assert torch.equal(run(torch.ones(a, b)), torch.full((a, b), 2.0))
@@ -203,7 +203,7 @@ def batch(n: int, k: int, length: int) -> Any:
     lengths=lengths_of_calls,
 )
 @example(n=2, stage=3, k=2, lengths=[9, 17, 12, 30])
-def test_training_at_any_length_is_bit_for_bit_that_of_traces(n, stage, k, lengths):
+def test_training_at_untraced_lengths_is_bit_for_bit_that_of_traces(n, stage, k, lengths):
     run, state = steps(n, stage, k, "fx")
     each, other = steps(n, stage, k, "fx", dynamic=False, **LEAST)
     for length in lengths:
@@ -277,7 +277,7 @@ def test_a_tensor_that_is_captured_anew_at_each_length_is_not_kept():
 
 
 @needs_symbols
-def test_donated_state_is_gone_at_an_untraced_length_too():
+def test_state_is_donated_at_an_untraced_length():
     run, state = steps(2, 3, 1, "fx")
     for length in (10, 12, 14, 16):
         *after, _ = run(*state, run.mesh.split(batch(2, 1, length)))

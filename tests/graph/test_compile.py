@@ -55,7 +55,7 @@ def as_it_is(code: Code) -> Any:
 # ---------------------------------------------------------------- by several processes
 
 
-def test_no_two_compile_a_segment_at_once_and_each_gets_all():
+def test_no_two_processes_compile_one_segment_and_each_gets_all():
     all_codes, doing, got, order = codes(6), set(), [[], []], []
 
     def one(code: Code) -> Any:
@@ -78,7 +78,7 @@ def test_no_two_compile_a_segment_at_once_and_each_gets_all():
     assert set(order[:2]) == {all_codes[-1].name, all_codes[-2].name}  # the longest first, one each
 
 
-def test_what_another_compiles_comes_last_and_is_waited_for():
+def test_segments_that_another_process_compiles_are_awaited_last():
     all_codes = codes(3)
     lock = FileLock(_segment_compiler._file(all_codes[2], "lock"), thread_local=False)
     lock.acquire()
@@ -107,7 +107,7 @@ def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["/proc/self/nope", "a file"])
-def test_a_cache_that_cannot_be_is_an_error_with_a_name(folder, monkeypatch, tmp_path):
+def test_a_cache_folder_that_cannot_be_made_is_named(folder, monkeypatch, tmp_path):
     if folder == "a file":
         (tmp_path / "fzero").touch()
     else:
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_is_an_error_with_a_name(folder, monkeypatch, tmp
     assert _segment_compiler.compile_and_mark(code) is list
 
 
-def test_an_error_gives_the_lock_back():
+def test_an_error_while_compiling_releases_the_lock():
     all_codes = codes(1)
 
     def fail(code: Code) -> Any:
@@ -170,7 +170,7 @@ def other_settings():
 
 @pytest.mark.slow
 @needs_compiler
-def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
+def test_segments_that_a_worker_compiled_are_loaded(other_settings, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # an empty one takes longer: headers, too
     number = float(time.time_ns() % 10**6)  # that nobody has compiled
     good = code_of(lambda x: [x * number + 1], torch.ones(64, dtype=torch.float32))
@@ -193,7 +193,7 @@ def test_what_a_worker_has_compiled_is_loaded(other_settings, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_who_started_it():
+def test_a_compile_worker_ends_with_its_parent():
     workers = _workers.start(codes(1), 2)
     assert len(workers.processes) == 2 and not workers.are_done()
     workers.stop()
@@ -266,7 +266,7 @@ def runs_of(jitted: Any) -> Any:
     return entry.executable
 
 
-def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
+def test_a_step_runs_uncompiled_until_all_its_segments_are_compiled(monkeypatch):
     pretended = Pretended(monkeypatch)
     step, jitted = both()
     trained(step, jitted, range(2))
@@ -281,7 +281,7 @@ def test_a_step_runs_at_once_and_compiled_when_all_is_ready(monkeypatch):
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(monkeypatch, warm):
+def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_compile(monkeypatch, warm):
     states = set()
 
     def uncompiled(codes: Any, one: Any) -> Any:
@@ -298,7 +298,7 @@ def test_the_collector_pauses_while_all_is_loaded_and_not_while_it_is_compiled(m
     assert states == {not warm} and gc.isenabled()
 
 
-def test_nothing_is_loaded_until_inductor_is(monkeypatch):
+def test_no_segment_is_loaded_before_inductor_is_imported(monkeypatch):
     """Its import takes seconds, which no step waits for."""
     Pretended(monkeypatch, 1000)
     there = threading.Event()
@@ -343,7 +343,7 @@ def test_only_code_for_the_cpu_waits_for_its_vector_instructions(device, monkeyp
 
 
 @pytest.mark.parametrize("device, expected", (("cpu", "start_cpu_probe"), ("meta", "start_import")))
-def test_a_first_call_starts_what_its_device_will_need(device, expected, monkeypatch):
+def test_a_first_call_starts_the_import_that_its_device_needs(device, expected, monkeypatch):
     started = []
     for name in ("start_cpu_probe", "start_import"):
         monkeypatch.setattr(_torch, name, lambda name=name: started.append(name))
@@ -364,7 +364,7 @@ def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     assert len(runs_of(jitted).runs.loaded) == 1
 
 
-def test_the_last_segment_that_cannot_be_compiled_goes_over_uncompiled(monkeypatch):
+def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled_code(monkeypatch):
     pretended = Pretended(monkeypatch, 1000)
 
     def fail_last(code: Code) -> Any:
@@ -385,7 +385,7 @@ def test_the_last_segment_that_cannot_be_compiled_goes_over_uncompiled(monkeypat
 
 
 @pytest.mark.slow
-def test_what_workers_leave_is_compiled_here(monkeypatch):
+def test_segments_that_workers_left_are_compiled_in_this_process(monkeypatch):
     pretended = Pretended(monkeypatch)
     pretended.are_done = lambda: True
     step, jitted = both()
@@ -397,7 +397,7 @@ def test_what_workers_leave_is_compiled_here(monkeypatch):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal):
+def test_progress_of_compilation_is_a_bar_on_a_terminal_and_a_line_in_a_file(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
     monkeypatch.setattr(_segment_compiler, "_NO_BAR", 0.0)
@@ -413,7 +413,7 @@ def test_a_bar_appears_on_a_terminal_and_a_line_elsewhere(monkeypatch, terminal)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_no_bar_shows_quick_compilations_or_those_of_other_ranks(monkeypatch, terminal):
+def test_quick_compilations_and_other_ranks_show_no_bar(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
     assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()

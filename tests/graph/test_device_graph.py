@@ -73,7 +73,7 @@ def test_a_recorded_step_has_the_numbers_of_the_step(recording, stage):
         assert torch.equal(actual, expected)
 
 
-def test_a_step_is_recorded_again_for_other_memory_and_only_so_often(recording, monkeypatch, caplog):
+def test_a_step_is_recorded_anew_for_other_addresses_up_to_a_limit(recording, monkeypatch, caplog):
     monkeypatch.setattr(_device_graph, "_RECORDINGS", 2)
     step = fzero.jit(lambda x: x + 1, donate=0, backend="fx", device_graph=True)
     memory = [torch.zeros(2) for _ in range(6)]
@@ -83,14 +83,14 @@ def test_a_step_is_recorded_again_for_other_memory_and_only_so_often(recording, 
     assert "makes no more" in caplog.text
 
 
-def test_without_a_gpu_a_step_runs_unrecorded_and_says_so(caplog):
+def test_without_a_gpu_a_step_runs_unrecorded_with_a_notice(caplog):
     step = fzero.jit(lambda x: 3 * x, backend="fx", device_graph=True)
     with caplog.at_level(logging.WARNING, "fzero"):
         assert [step(torch.ones(2)).tolist() for _ in range(4)] == [[3, 3]] * 4
     assert "no argument lies on a GPU: it runs unrecorded" in caplog.text
 
 
-def test_settings_are_checked():
+def test_wrong_options_of_device_graph_are_refused():
     with pytest.raises(ValueError, match="device_graph=1: expected True or False"):
         fzero.jit(lambda x: x, device_graph=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match='device_graph=True: backend="auto" changes its code'):

@@ -65,7 +65,7 @@ def test_a_compiled_step_equals_the_eager_one(backend, stage):
 
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
-def test_an_unsharded_step_jits_too(backend):
+def test_an_unsharded_step_jits(backend):
     step = train_step_for(mlp_loss, ADAM)
     jitted = fzero.jit(step, backend=backend)
     state = other = (mlp_params(), ADAM.init(mlp_params()))
@@ -89,7 +89,7 @@ def sam_step(opt: Any) -> Any:
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_sam_jits(stage):
+def test_sharpness_aware_minimization_jits(stage):
     opt = optim.sgd(0.1, momentum=0.9)
     step = fzero.shard(sam_step(opt), stage=stage, mesh=fzero.mesh(dp=3))
     eager, fast = train_both(
@@ -178,7 +178,7 @@ def test_autograd_within_a_step_jits():
         assert not fzero.jit(lambda w: w * 2, backend="fx")(held).requires_grad
 
 
-def test_random_numbers_stay_random_and_are_the_eager_ones():
+def test_a_jitted_function_draws_the_eager_random_numbers():
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.rand(x.shape)
 
@@ -247,7 +247,7 @@ def test_a_step_is_traced_under_anomaly_mode_as_without(check_nan):
         assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() == check_nan
 
 
-def test_writes_within_the_step_are_its_own_business():
+def test_a_step_may_write_into_tensors_that_it_made():
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         y[0] = 5
@@ -339,7 +339,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_steps_are_refused(name):
+def test_steps_that_cannot_be_traced_are_refused(name):
     f, error, message = BAD[name]
     with pytest.raises(error, match=message):
         fzero.jit(f, backend="fx")(torch.ones(3))
@@ -364,7 +364,7 @@ def test_captured_tensors_that_need_a_gradient_or_are_written_are_refused():
         fzero.jit(counts, backend="fx")(torch.ones(3))
 
 
-def test_a_wrong_argument_of_a_jitted_step_is_named():
+def test_the_error_of_a_jitted_step_names_its_wrong_argument():
     f = fzero.jit(lambda x, y=None: x, backend="fx")
     with pytest.raises(ValueError, match="argument 0 requires grad"):
         f(torch.ones(3, requires_grad=True))
@@ -399,7 +399,7 @@ def test_a_wrong_argument_of_a_jitted_step_is_named():
         ({"donate": "01"}, "donate='01': expected positions of arguments"),
     ],
 )
-def test_a_wrong_option_of_jit_is_named(options, message):
+def test_the_error_of_jit_names_its_wrong_option(options, message):
     with pytest.raises(ValueError, match=message):
         fzero.jit(lambda x: x, **options)
 
@@ -410,7 +410,7 @@ def test_options_take_numbers_of_numpy_and_keep_those_of_python():
     assert fzero.jit(lambda x: x, max_reuse_bytes=math.inf, donate=np.int64(0)).options.donate == (0,)
 
 
-def test_what_cannot_be_jitted():
+def test_jit_refuses_values_that_are_no_functions():
     with pytest.raises(TypeError, match="expected a function"):
         fzero.jit(3)  # pyright: ignore
     with pytest.raises(TypeError, match="jitted already"):
@@ -429,7 +429,7 @@ def test_a_compile_error_names_the_segment_and_its_lines():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), (1, 2)))
-def test_what_there_is_to_compile_does_not_grow_with_the_micro_batches(stage):
+def test_the_number_of_distinct_segments_does_not_grow_with_the_micro_batches(stage):
     """The parts of a batch are arguments of the pieces, so all micro-batches after the first have equal ones."""
 
     def distinct(k: int) -> int:

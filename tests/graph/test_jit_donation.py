@@ -43,7 +43,7 @@ def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage)
     step(new_params, new_state, batch)
 
 
-def test_a_donated_box_says_so_when_read():
+def test_reading_a_donated_box_raises():
     step, params, state, batch = sharded(3)
     step(params, state, batch)
     box = params["scale"]

@@ -106,7 +106,7 @@ def test_half_precision_with_a_loss_scale_is_the_eager_one_bit_for_bit(stage):
     assert [loop.iterations for loop in loops(jitted)] == [4]
 
 
-def test_a_users_vmap_around_the_gradient_maps_the_loop():
+def test_a_vmap_around_a_gradient_maps_its_loop_of_micro_batches():
     f = fzero.value_and_grad(lambda w, x: torch.tanh(x @ w).square().sum(), micro_batches=3)
     w, x = torch.randn(4, 3, 2), torch.randn(6, 5, 3)
 
@@ -163,7 +163,7 @@ def test_a_part_of_the_batch_may_not_be_written():
         fzero.jit(lambda w, b: f(w, b), backend="fx")(torch.ones(2), b)
 
 
-def test_two_loops_in_one_step_are_two():
+def test_a_step_with_two_loops_is_traced_as_two_loops():
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
         a, first = fzero.value_and_grad(lambda w, x: (w * x).sin().sum(), micro_batches=3)(w, x)
         b, second = fzero.value_and_grad(lambda w, x: (w * x).cos().sum(), micro_batches=6)(w - first, x)
@@ -235,7 +235,7 @@ def test_a_step_may_drop_a_part_of_aux():
         assert len(loops(jitted)) == 1
 
 
-def test_sums_have_the_strides_of_their_shares():
+def test_the_sums_of_a_loop_have_the_strides_of_its_gradients():
     """Else the next iteration's sum, and the update, would be of other strides than in the eager step."""
     f = fzero.value_and_grad(lambda w, x: (x @ w.t()).square().sum(), micro_batches=3)
     jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(4, 3), torch.randn(6, 3)

@@ -23,7 +23,7 @@ def rows(column: _OperationTraits) -> list[str]:
 
 
 @pytest.mark.parametrize("name", _OPERATIONS)
-def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
+def test_every_row_of_operations_is_a_cheap_operation_of_torch(name):
     if any(isinstance(getattr(module, name, None), OneNode) for module in (_flat, _coded_rows)):
         return
     packet = next(getattr(ops, name) for ops in (aten, torch.ops.prims, torch.ops.fzero) if hasattr(ops, name))
@@ -31,7 +31,7 @@ def test_every_row_is_an_operation_of_torch_and_no_dear_one(name):
     assert not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
 
-def test_columns_imply_others():
+def test_traits_of_operations_that_imply_others_are_consistent():
     cheap = {*rows(_OperationTraits.CHEAP)}
     assert cheap >= {*rows(_OperationTraits.FACTORY), *rows(_OperationTraits.EMPTY), *rows(_OperationTraits.LAYOUT)}
     assert {*rows(_OperationTraits.BY_RANK)} >= {*rows(_OperationTraits.FACTORY), *rows(_OperationTraits.LAYOUT)}
@@ -57,13 +57,13 @@ CALLS = {  # of operations that are linear, or lay out, or share memory: what th
 
 
 @pytest.mark.parametrize("name", rows(_OperationTraits.LINEAR))
-def test_a_linear_operation_is_linear(name):
+def test_operations_marked_linear_are_linear(name):
     x, y = torch.arange(6.0), 2.0 ** torch.arange(6)
     torch.testing.assert_close(CALLS[name](x + y), CALLS[name](x) + CALLS[name](y))
 
 
 @pytest.mark.parametrize("name", rows(_OperationTraits.LAYOUT))
-def test_what_lays_out_changes_no_value(name):
+def test_operations_of_layout_change_no_value(name):
     x = torch.arange(1.0, 7.0)
     result = CALLS[name](x)
     assert result[result != 0].tolist() == x.tolist()
@@ -96,7 +96,7 @@ def test_no_operation_that_draws_may_run_twice():
     assert draw_count > 100
 
 
-def test_memory_that_is_left_as_it_is_is_not_made_again():
+def test_uninitialised_memory_is_not_recomputed():
     """Another run would find other bytes in it."""
 
     def count(name: str) -> int:

@@ -30,7 +30,7 @@ from tests.helpers import cases, either, examples, mlp_batch, mlp_loss, mlp_para
 # ---------------------------------------------------------------- order
 
 
-def test_the_list_has_every_pass_once():
+def test_the_list_of_passes_has_every_pass_once():
     assert [row.apply for row in PASSES].count(schedule) == 1
     assert Counter([row.name for row in PASSES]) == Counter(passes.__all__)
     on_loops = [row.runs_on_loops for row in PASSES]
@@ -97,7 +97,7 @@ REPLICATED = SHARDED._replace(stage=1)
 @examples(5, 30)
 @given(chains(), st.lists(pass_settings(), min_size=1, max_size=3), st.booleans(), st.booleans(), st.booleans())
 @example(REPLICATED, [PLAIN], False, False, False)
-def test_the_list_is_the_passes_one_after_the_other(chain, all_settings, functional, by_itself, moves):
+def test_running_the_list_equals_running_its_passes_one_by_one(chain, all_settings, functional, by_itself, moves):
     """Whatever settings came before: what they share is no other graph."""
     sample = build_chain(chain)
     context = PassContext(
@@ -127,7 +127,7 @@ def test_new_parameters_arrive_in_the_leaves_that_were_donated():
 
 
 @pytest.mark.parametrize("chain", [SHARDED, REPLICATED])
-def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monkeypatch):
+def test_settings_with_a_common_prefix_share_the_graphs_of_their_first_passes(chain, monkeypatch):
     ran: Counter[str] = Counter()
 
     def counted(row: _pass_manager.Pass) -> _pass_manager.Pass:
@@ -151,7 +151,7 @@ def test_settings_that_begin_alike_share_what_the_first_passes_make(chain, monke
     assert ran == before | {"schedule": len(result)}
 
 
-def test_where_a_pass_changes_nothing_what_follows_runs_once():
+def test_settings_of_a_pass_that_changes_nothing_share_the_later_passes():
     sample = build_chain(SHARDED._replace(stage=1))
     passes = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)))
     one, other = (
@@ -161,7 +161,7 @@ def test_where_a_pass_changes_nothing_what_follows_runs_once():
     assert not passes.changed_by(PLAIN._replace(recompute=True), "recompute") and one is other
 
 
-def test_schedules_of_one_graph_read_it_once(monkeypatch):
+def test_schedules_of_one_graph_share_its_analysis(monkeypatch):
     read: list[Graph] = []
     rows = {row.name: row for row in PASSES}
     shared = rows["schedule"]._replace(analyze=lambda graph: (read.append(graph), Orders(graph))[1])
@@ -189,7 +189,7 @@ def test_a_plan_shows_the_settings_of_the_passes():
 
 @examples(4, 20)
 @given(chains(stages=[3], sam=False))
-def test_a_fitting_schedule_is_given_the_room_of_the_leanest(chain):
+def test_a_fitting_schedule_prefetches_within_the_peak_of_the_leanest(chain):
     sample = build_chain(chain)
     result = candidates(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated)), ScheduleOptions())
     room = min(c.peak_bytes for c in result)
@@ -303,7 +303,7 @@ def test_the_peak_of_the_last_pass_is_the_candidates():
 
 
 @pytest.mark.parametrize("stage", cases((3,), [1]))
-def test_a_plan_in_given_settings_is_that_of_the_options_and_traces_nothing_again(stage, monkeypatch):
+def test_a_plan_in_given_settings_traces_nothing_anew(stage, monkeypatch):
     opt = optim.adamw(1e-3)
     step = fzero.shard(train_step_for(mlp_loss, opt), stage, fzero.mesh(dp=2))
     args = (*step.init(mlp_params(), opt), step.mesh.split(mlp_batch(8)))

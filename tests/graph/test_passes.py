@@ -55,7 +55,7 @@ def test_a_pass_depends_on_the_graph_alone(make, how):
 
 @examples(17, 50)
 @given(samples(), settings_of_passes())
-def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
+def test_nodes_of_a_pass_follow_their_operands_and_inputs_come_first(make, how):
     sample = make()
     graph = sample.graph
     for _, f in selected_passes(sample, how):
@@ -74,7 +74,7 @@ def test_nodes_follow_what_they_need_and_inputs_come_first(make, how):
 
 @examples(13, 50)
 @given(samples(), settings_of_passes())
-def test_what_a_pass_says_of_a_value_is_what_runs(make, how):
+def test_stand_ins_of_a_passes_values_have_the_shapes_that_run(make, how):
     sample = make()
     graph = apply_passes(sample, how)
 
@@ -115,7 +115,7 @@ def test_a_view_of_a_donated_argument_is_handed_on_as_a_copy():
 @pytest.mark.slow
 @examples(13, 50)
 @given(samples(), settings_of_passes(), st.integers(0, 2))
-def test_schedule_of_a_schedule_keeps_the_results(make, how, prefetch):
+def test_scheduling_a_scheduled_graph_keeps_the_results(make, how, prefetch):
     sample = make()
     expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
     graph = schedule(schedule(apply_passes(sample, how), prefetch))

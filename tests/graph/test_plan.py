@@ -154,7 +154,7 @@ def test_where_there_is_room_a_gather_starts_ahead(model):
     assert budget.seconds <= everywhere.seconds
 
 
-def test_the_schedule_options_are_obeyed():
+def test_a_plan_obeys_the_schedule_options():
     plan = planned("A", 3, prefetch=1, in_flight=2, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
     assert plan.settings == {
         "recompute": False,
@@ -185,7 +185,7 @@ def test_collectives_are_those_that_the_recorder_counts():
 
 
 @pytest.mark.slow
-def test_a_plan_for_a_world_that_is_not_there():
+def test_a_plan_for_more_ranks_than_the_mesh_has():
     few, many = planned("A", 3), planned("A", 3, world_size=1024)
     assert many.argument_bytes < few.argument_bytes / 100
     assert [c.kind for c in many.collectives] == [c.kind for c in few.collectives]
@@ -212,7 +212,7 @@ def test_a_rank_program_is_planned_in_another_world():
     assert (collective.kind, collective.bytes) == ("all_reduce", 16)  # there and back
 
 
-def test_planning_runs_nothing():
+def test_planning_runs_no_kernel():
     f = fzero.jit(lambda x: x + torch.rand(3), backend="fx")
     x, state = torch.ones(3), torch.get_rng_state()
     f.plan(x)
@@ -322,7 +322,7 @@ def test_a_plan_covers_meshes_of_several_axes_and_of_other_sizes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_plan_of_another_size_is_that_of_a_mesh_of_it(stage):
+def test_a_plan_for_another_world_size_equals_that_of_such_a_mesh(stage):
     """Also where the axis splits leaves: each rank has another part of the experts then."""
 
     def of(ranks: int, asked: Any, **axes: int) -> fzero.graph.Plan:

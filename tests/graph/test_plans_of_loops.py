@@ -45,7 +45,7 @@ def test_a_loop_takes_no_more_memory_than_the_iterations_one_by_one(stage):
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
 
 
-def test_the_sum_of_all_iterations_is_reduced_where_it_lies():
+def test_the_sum_of_all_iterations_is_reduced_in_place():
     step = fzero.shard(train_step_for(loss_of_tree, ADAMW, micro_batches=3), stage=0, mesh=fzero.mesh(dp=2))
     args = (*step.init({"w": torch.ones(64)}, ADAMW), step.mesh.split({"x": torch.ones(6)}))
     plan = fzero.plan(fzero.jit(step, backend="fx", bucket_bytes=0), *args, world_size=4)
@@ -53,7 +53,7 @@ def test_the_sum_of_all_iterations_is_reduced_where_it_lies():
     assert len(reductions) == 2 and all("all_reduce_." in target for target in reductions), reductions
 
 
-def test_rows_are_in_the_plan():
+def test_operations_of_a_loop_are_rows_of_the_plan():
     """An iteration's rows, those of the iterations before, and the sums, to the byte."""
     f = fzero.value_and_grad(lambda w, x: ((w * x).sum(), x * 2), has_aux=True, micro_batches=8)
     step, w, x = fzero.jit(f, backend="fx"), torch.randn(16), torch.randn(64, 16)
@@ -78,7 +78,7 @@ def test_collectives_are_counted_with_their_iterations(stage):
 
 
 @pytest.mark.slow
-def test_a_unit_stays_from_iteration_to_iteration_where_it_may():
+def test_max_reuse_bytes_keeps_gathered_units_across_iterations():
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=4), stage=3, mesh=fzero.mesh(dp=2))
     traced = entry_of(step, *step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(8)), world_size=4)
 
@@ -127,7 +127,7 @@ def test_a_unit_that_an_iteration_gathers_twice_stays_once():
     assert [c.times for c in plan.collectives if c.kind == "all_gather"] == [1, 1, 1]
 
 
-def test_schedules_look_into_loops():
+def test_schedules_order_the_operations_within_loops():
     """The same settings are tried as for the iterations one by one, and gathers start ahead only where they fit."""
     looped, flat = with_and_without_a_loop(3)
 
@@ -192,7 +192,7 @@ def rank_of(factor: float, **options: Any) -> Any:
     return entry.traced.graph, entry.best.graph
 
 
-def test_ranks_compare_what_loops_run():
+def test_the_trace_agreement_of_ranks_covers_loops():
     """Two steps that differ in the body of a loop are two, and so are two orders of its collectives."""
     orders = [{"prefetch": 0, "in_flight": 0}, {"prefetch": 2, "in_flight": 1}]
     (double, lean), (triple, _), (_, ahead) = rank_of(2.0, **orders[0]), rank_of(3.0), rank_of(2.0, **orders[1])

@@ -79,7 +79,7 @@ def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update,
 @pytest.mark.parametrize("name,update", few([("clip before", "host")], ROWS_AND_UPDATES))
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_each_element_crosses_once_a_step(name, update, stage, k):
+def test_each_offloaded_element_crosses_once_a_step(name, update, stage, k):
     """In its own dtype, however many micro-batches; updated on the device it is the state that crosses."""
     widths = WIDTHS[name] if update == "host" else (12, 12)
     for ratio in (0.3, 1):
@@ -113,7 +113,7 @@ def test_a_plan_of_another_world_cuts_the_pieces_again():
     assert moved(planned("masters", 1, world_size=8), "to_host") == 2 * elements(8)
 
 
-def test_a_plan_says_what_crosses_and_what_lies_where():
+def test_a_plan_lists_transfers_and_the_live_bytes_of_each_memory():
     plan = planned("masters", 0.5)
     assert plan.live == plan.live_in("device") and plan.peak_bytes == plan.peak_of("device")
     assert "on the host" in repr(plan) and f"{len(plan.transfers)} transfers" in str(plan)
@@ -129,7 +129,7 @@ def test_a_plan_says_what_crosses_and_what_lies_where():
 # ---------------------------------------------------------------- mixed operations
 
 
-def test_a_sum_over_both_memories_names_its_line():
+def test_an_operation_on_both_memories_is_refused_with_its_line():
     def f(x: torch.Tensor) -> torch.Tensor:
         y = to_host(x)
         return x * y  # mixed
@@ -150,7 +150,7 @@ def test_a_collective_of_the_hosts_values_is_refused():
         fzero.plan(step, fzero.PerRank(torch.ones(2, 3)), world_size=2)
 
 
-def test_numbers_may_meet_either():
+def test_python_numbers_combine_with_tensors_of_either_memory():
     """A count, a rate, a table that a step captures."""
     table = torch.tensor([1.0, 2.0, 3.0])
 
@@ -161,7 +161,7 @@ def test_numbers_may_meet_either():
     assert torch.equal(fzero.jit(f, backend="fx")(x, rate), f(x, rate))
 
 
-def test_a_number_of_the_device_may_not():
+def test_a_scalar_tensor_of_the_device_may_not_meet_host_memory():
     with pytest.raises(SpaceError, match="in host memory and"):
         fzero.jit(lambda x: to_host(x) * x.sum(), backend="fx")(torch.ones(3))
 

@@ -107,7 +107,7 @@ def test_aux_that_python_changes_is_traced_one_by_one(what):
     assert not loops(jitted)
 
 
-def test_what_a_loss_left_behind_is_no_result():
+def test_a_value_that_a_loss_stored_elsewhere_is_refused_as_a_result():
     """It belongs to the transform that has ended; once it was handed out as a stand-in without values."""
 
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
@@ -123,7 +123,7 @@ def test_what_a_loss_left_behind_is_no_result():
         fzero.jit(step, backend="fx")(torch.ones(2), torch.ones(2))
 
 
-def test_without_loop_there_is_none():
+def test_loop_false_unrolls_the_micro_batches():
     f = fzero.value_and_grad(lambda w, x: (w * x).sum(), micro_batches=3)
     jitted, w, x = fzero.jit(f, backend="fx", loop=False), torch.randn(2), torch.randn(6, 2)
     jitted(w, x)
@@ -184,7 +184,7 @@ def test_a_micro_batch_that_leaves_a_value_outside_of_the_step_is_refused():
     fzero.jit(step, backend="fx", loop=False)(*step.init(mlp_params(), ADAMW), step.mesh.split(mlp_batch(6)))
 
 
-def test_iterations_are_traced_by_jit_alone():
+def test_only_jit_traces_micro_batches_as_iterations():
     f = fzero.value_and_grad(lambda w, x: (w * x).sum(), micro_batches=4)
     graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2), torch.ones(4, 2)).graph
     assert not [n for n in graph.nodes if "fzero" in str(n.target)]

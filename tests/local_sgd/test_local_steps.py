@@ -59,7 +59,7 @@ OUTERS = {
     simulate=st.sampled_from(["vmap", "lockstep"]),
 )
 @examples(2, 100)
-def test_equals_replicas_in_plain_torch(shape, stage, schedule, mix, outer, simulate):
+def test_local_sgd_equals_replicas_in_plain_torch(shape, stage, schedule, mix, outer, simulate):
     every, parts, delay = schedule
     mesh, opt = fzero.mesh(**shape, simulate=simulate), optim.adam(0.1)
     sharded = fzero.shard(train_step_of(opt), stage=stage, mesh=mesh)
@@ -100,7 +100,7 @@ def test_one_step_and_an_outer_rate_of_1_average_the_parameters(stage):
 
 
 @pytest.mark.parametrize("stage", cases((3,), [0, 2]))
-def test_a_jitted_step_gives_the_same_bits(stage):
+def test_a_jitted_local_step_equals_the_eager_one_bit_for_bit(stage):
     opt, mesh = optim.adam(0.1), fzero.mesh(replica=2, dp=2)
     sharded, batches = fzero.shard(train_step_of(opt), stage=stage, mesh=mesh), batches_of(5, 4)
     runs = [run(local_steps(x, every=2), opt, batches) for x in (sharded, fzero.jit(sharded, backend="fx", **LEAST))]
@@ -145,7 +145,7 @@ def test_between_averages_nothing_is_sent_along_the_replicas():
     assert byte_counts[2] == 2 * step.outer_step.step.state_bytes(state.anchor)  # an all_reduce counts twice
 
 
-def test_tied_leaves_stay_tied():
+def test_tied_leaves_stay_tied_in_local_sgd():
     opt, mesh = optim.sgd(0.1), fzero.mesh(replica=2, dp=2)
 
     def tied_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
@@ -163,7 +163,7 @@ def test_tied_leaves_stay_tied():
         assert step.step.gather(params.trees[1])["in"] is not None
 
 
-def test_a_bad_call_says_what_to_do():
+def test_wrong_calls_of_local_sgd_are_refused_with_a_remedy():
     opt, mesh = optim.sgd(0.1), fzero.mesh(replica=2, dp=2)
     sharded = fzero.shard(train_step_of(opt), stage=2, mesh=mesh)
     with pytest.raises(TypeError, match=r"expected fzero\.shard"):
@@ -216,7 +216,7 @@ def test_a_bad_call_says_what_to_do():
 
 
 @pytest.mark.parametrize("every,parts,delay", cases([(4, 2, 1)], [(3, 1, 0), (4, 1, 3)]))
-def test_a_save_at_any_step_goes_on_to_the_same_bits(every, parts, delay, tmp_path):
+def test_local_sgd_resumed_at_any_step_continues_bit_for_bit(every, parts, delay, tmp_path):
     opt, batches = optim.adam(0.1), batches_of(7, 4)
 
     def make(stage: int = 2, **shape: int) -> LocalSteps:
@@ -354,7 +354,7 @@ def test_replicas_with_split_matrices_learn_as_whole_ones(stage):
     torch.testing.assert_close(*anchors, rtol=1e-10, atol=1e-12)
 
 
-def test_a_call_does_not_change_what_it_was_given():
+def test_a_local_step_changes_none_of_its_arguments():
     """A leaf that the step returns as it is gets new memory, since an average is written into results."""
     mesh, g = fzero.mesh(replica=2, dp=2), torch.Generator().manual_seed(0)
 

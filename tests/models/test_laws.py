@@ -57,7 +57,7 @@ def test_ranks_under_vmap_train_as_unsharded(name, stage):
 
 
 @pytest.mark.parametrize("name", models(lambda m: bool(m.vmap)))
-def test_where_vmap_cannot_the_error_advises_lockstep(name):
+def test_the_error_of_a_model_that_vmap_cannot_run_advises_lockstep(name):
     with pytest.raises(RuntimeError, match=MODELS[name].vmap) as caught:
         train_sharded(built(name, "eager"), MODELS[name].batches(1), 0, VMAP)
     assert 'simulate="lockstep"' in "".join(caught.value.__notes__)
@@ -81,7 +81,7 @@ def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
 
 
 @pytest.mark.parametrize("name,stage", runs(lambda m: m.per_rank in ("dropout", "statistics"), (1, 3)))
-def test_in_evaluation_mode_nothing_is_drawn_or_written_and_whole_batches_give_the_same(name, stage):
+def test_in_evaluation_mode_a_model_draws_no_random_numbers_and_writes_no_buffers(name, stage):
     batches, before = MODELS[name].batches(), dict(built(name).named_buffers())
     expected = train_by_hand(built(name).eval(), batches)
     module = built(name).eval()
@@ -94,7 +94,7 @@ def test_in_evaluation_mode_nothing_is_drawn_or_written_and_whole_batches_give_t
 
 
 @pytest.mark.parametrize("stage", cases((3,), [1]))
-def test_the_mode_of_each_module_is_kept(stage):
+def test_training_keeps_the_mode_of_each_module(stage):
     def partly(name: str) -> torch.nn.Module:
         module = built(name)
         for m in module.modules():

@@ -74,7 +74,7 @@ MUTANTS = [
         Fault("a chain's state is taken for parameters", "is_opt_state", never("any(is_opt_state(A) for A in B)")),
         Fault("a state of Muon is taken for parameters", "_STATES", dropped("MuonState")),
     ),
-    *File("zero/_sharded_step.py", ("tests/optim/test_optim.py", "-k", "told_to_be_wrapped")).faults(
+    *File("zero/_sharded_step.py", ("tests/optim/test_optim.py", "-k", "advises_leafwise")).faults(
         Fault(
             "a state that differs by rank is not told from other errors",
             "ShardedStep._make_state",

@@ -19,7 +19,7 @@ from tests.nn.modules import IMAGES, Norms, built, randn
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), [0]))
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_jitted_step_takes_over_buffers_and_the_module_keeps_its_own(frozen, stage):
+def test_a_jitted_step_donates_copies_of_the_modules_buffers(frozen, stage):
     module, opt, mesh = built(Norms), optim.sgd(0.1), fzero.mesh(dp=2)
     module.conv.requires_grad_(not frozen)  # a frozen one is handed on, in memory that the module has as well
     apply, params, buffers = functional(module)
@@ -177,7 +177,7 @@ WRITTEN = ["calls", "history", "last", "total", "scratch", "cache"]
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_written_buffer_is_a_result_or_an_error_that_names_it(name, training):
+def test_a_buffer_that_forward_writes_is_returned_or_named_in_an_error(name, training):
     module = Writer(name).train(training)
     apply, params, buffers = functional(copy.deepcopy(module))
     before = tree.map(torch.clone, buffers)

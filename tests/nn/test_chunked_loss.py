@@ -69,7 +69,7 @@ def in_float64(monkeypatch):
 @pytest.mark.parametrize(
     "name,stage", cases([("Gemma2ForCausalLM", 3)], [(name, s) for name in list(MODELS)[:4] for s in (0, 3)])
 )
-def test_a_jitted_step_trains_as_with_the_models_own_loss(name, stage):
+def test_a_jitted_step_with_a_chunked_loss_trains_as_with_the_models_own(name, stage):
     model = model_of(name)
     plain, params, buffers = functional(model)
     apply = functional(model, chunked_loss=True).apply
@@ -85,7 +85,7 @@ def test_a_jitted_step_trains_as_with_the_models_own_loss(name, stage):
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", cases(["Qwen3ForCausalLM", "BertForMaskedLM"], MODELS))
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}], ids=["mean", "sum over a count"])
-def test_loss_and_gradients_are_the_models_own(name, options):
+def test_a_chunked_loss_has_the_value_and_gradients_of_the_models_own(name, options):
     """Its shift, ignored labels and count; a scale, a cap and a bias of its head; other terms of its loss."""
     model, batch = model_of(name), batch_of(0, 2) | (options if name.endswith(("CausalLM", "LMHeadModel")) else {})
     plain, params, buffers = functional(model)
@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_the_models_own(name, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["LlamaForCausalLM"], list(MODELS)[:4]))
-def test_the_plan_holds_a_few_chunks_of_logits(name):
+def test_a_plan_of_a_chunked_loss_holds_a_few_chunks_of_logits(name):
     vocab = "vocab_size", 16_384
     model = model_of(name, **{vocab[0]: vocab[1], "num_hidden_layers": 1}).float()
     tokens = torch.zeros(2, 32, dtype=torch.long).repeat(8, 1)
@@ -131,7 +131,7 @@ def test_the_classes_of_the_head_may_be_split_over_an_axis():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_sequences_may_be_split_and_blocks_run_again(simulate):
+def test_a_chunked_loss_works_with_split_sequences_and_remat(simulate):
     """The sum of the loss is then the program's, over logits that are not computed either."""
     model = model_of("LlamaForCausalLM")
     plain, params, buffers = functional(model)
@@ -176,7 +176,7 @@ CHANGES: dict[str, Any] = {
 
 @examples(20, 40)
 @given(st.lists(st.sampled_from(list(CHANGES)), max_size=4))
-def test_what_a_model_does_to_its_logits_is_done_in_its_order(names):
+def test_operations_on_chunked_logits_are_applied_in_order(names):
     xs, labels = lazy(2, 6), torch.arange(60).view(2, 30)[:, :6] % 5
 
     def loss(x: Any) -> torch.Tensor:
@@ -204,7 +204,7 @@ NEEDS_LOGITS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", NEEDS_LOGITS)
-def test_what_needs_numbers_is_named(what):
+def test_operations_that_need_all_logits_are_refused_by_name(what):
     with pytest.raises((TypeError, AttributeError), match=re.escape(what) + ".*the logits of Model"):
         NEEDS_LOGITS[what](lazy(2, 6)[0])
 

@@ -87,7 +87,7 @@ def test_a_function_that_holds_a_parameter_or_reads_the_module_as_a_global_is_re
         functional(module)
 
 
-def test_what_a_hook_records_reaches_the_one_who_registered_it():
+def test_a_forward_hook_on_a_module_still_runs():
     module, records = nn.Linear(2, 2), []
     module.register_forward_hook(lambda m, args, out: records.append(out.shape))
     apply, params, buffers = functional(module)

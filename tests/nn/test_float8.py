@@ -53,7 +53,7 @@ def error_bound(x: torch.Tensor, dtype: torch.dtype, rowwise: bool) -> torch.Ten
 
 @examples(30, 300)
 @given(m=ROWS, k=SIZES, n=SIZES, dtype=DTYPES, scaling=SCALINGS, seed=SEEDS)
-def test_the_error_is_within_the_bound_of_its_codes(m, k, n, dtype, scaling, seed):
+def test_the_error_of_a_float8_product_is_within_the_bound_of_its_codes(m, k, n, dtype, scaling, seed):
     x, w = spread((m, k), seed, dtype), spread((n, k), seed + 1, dtype)
     y, exact = float8_linear(x, w, scaling=scaling).double(), x.double() @ w.double().mT
     ex, ew = (error_bound(z, E4M3, scaling == "rowwise") for z in (x, w))
@@ -63,7 +63,7 @@ def test_the_error_is_within_the_bound_of_its_codes(m, k, n, dtype, scaling, see
 
 @examples(30, 300)
 @given(m=ROWS, k=SIZES, n=SIZES, scaling=SCALINGS, seed=SEEDS)
-def test_the_result_and_its_gradients_follow_the_formula(m, k, n, scaling, seed):
+def test_a_float8_product_and_its_gradients_follow_the_formula(m, k, n, scaling, seed):
     x, w, g = spread((m, k), seed), spread((n, k), seed + 1), spread((m, n), seed + 2, decades=4)
     rowwise, gradient = scaling == "rowwise", E4M3 if scaling == "rowwise" else E5M2
 
@@ -82,7 +82,7 @@ def test_the_result_and_its_gradients_follow_the_formula(m, k, n, scaling, seed)
 
 @examples(20, 100)
 @given(dtype=DTYPES, scaling=SCALINGS, seed=SEEDS, lead=st.sampled_from([(), (5,), (2, 3)]))
-def test_leading_dimensions_and_a_bias_are_those_of_a_linear_layer(dtype, scaling, seed, lead):
+def test_float8_linear_takes_leading_dimensions_and_a_bias(dtype, scaling, seed, lead):
     x, w, b = spread((*lead, 32), seed, dtype), spread((16, 32), 1, dtype), spread((16,), 2, dtype)
     y = float8_linear(x, w, b, scaling=scaling)
     assert (y.shape, y.dtype) == (F.linear(x, w, b).shape, dtype)
@@ -93,7 +93,7 @@ def test_leading_dimensions_and_a_bias_are_those_of_a_linear_layer(dtype, scalin
 
 @examples(10, 50)
 @given(scaling=SCALINGS, seed=SEEDS, in_dims=st.sampled_from([(0, None), (None, 0), (0, 0), (1, 2)]))
-def test_vmap_is_a_loop_to_the_last_bit(scaling, seed, in_dims):
+def test_vmap_of_a_float8_product_equals_a_loop_bit_for_bit(scaling, seed, in_dims):
     sizes = [(5, 32), (16, 32)]
     args = [
         spread(s if d is None else (*s[:d], 3, *s[d:]), seed + i)
@@ -108,7 +108,7 @@ def test_vmap_is_a_loop_to_the_last_bit(scaling, seed, in_dims):
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("m", [40, 48])
-def test_second_derivatives_are_near_those_of_the_exact_layer(scaling, m):
+def test_second_derivatives_of_a_float8_product_are_near_the_exact_ones(scaling, m):
     x, w = spread((m, 64), 0, decades=0), spread((48, 64), 1, decades=0) / 8
 
     def penalty(f: Any) -> Any:
@@ -122,7 +122,7 @@ def test_second_derivatives_are_near_those_of_the_exact_layer(scaling, m):
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_zeros_stay_zero_and_empty_products_are_empty(scaling):
+def test_float8_products_of_zeros_are_zero_and_empty_ones_empty(scaling):
     w = spread((16, 32), 0)
     take = vjp(lambda x, w: float8_linear(x, w, scaling=scaling), torch.zeros(3, 32), w)
     assert not take[0].any()
@@ -151,7 +151,7 @@ def test_a_nonfinite_number_makes_all_numbers_of_its_scale_nan(value, scaling):
 
 @examples(20, 100)
 @given(power=st.integers(-100, 60), scaling=SCALINGS)
-def test_a_power_of_two_passes_the_product(power, scaling):
+def test_scaling_an_operand_by_a_power_of_two_scales_the_float8_product(power, scaling):
     """Scales are powers of two: what is multiplied by one has the same codes."""
     x, w = spread((5, 32), 0), spread((16, 32), 1)
     y = float8_linear(x * 2.0**power, w, scaling=scaling)
@@ -159,7 +159,7 @@ def test_a_power_of_two_passes_the_product(power, scaling):
 
 
 @pytest.mark.parametrize("shape", [(24, 32), (32, 24)])
-def test_sizes_that_do_not_divide_are_named(shape):
+def test_the_error_of_float8_linear_names_sizes_that_16_does_not_divide(shape):
     with pytest.raises(ValueError, match=re.escape(f"weight is {list(shape)}: expected multiples of 16")):
         float8_linear(torch.ones(2, shape[1]), torch.ones(shape))
 
@@ -175,14 +175,14 @@ def test_sizes_that_do_not_divide_are_named(shape):
         ({"bias": torch.ones(16).double()}, TypeError, "x is torch.float32, and bias torch.float64"),
     ],
 )
-def test_bad_input_is_named(changed, error, message):
+def test_wrong_arguments_of_float8_linear_are_refused(changed, error, message):
     arguments: Any = {"x": torch.ones(2, 32), "weight": torch.ones(16, 32), **changed}
     with pytest.raises(error, match=re.escape(message)):
         float8_linear(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it loads its decompositions
-def test_forward_mode_is_refused():
+def test_forward_mode_through_a_float8_product_is_refused():
     x, w = torch.ones(2, 32), torch.ones(16, 32)
     with pytest.raises(NotImplementedError, match="float8 products have no forward-mode derivative"):
         torch.func.jvp(lambda x: float8_linear(x, w), (x,), (x,))
@@ -291,7 +291,7 @@ STAGES = cases([(0, 2), (1, 3), (2, 4), (3, 5), (3, 8)], [(s, n) for s in range(
 
 @pytest.mark.parametrize("stage,n", STAGES)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_every_stage_equals_unsharded_training(stage, n, scaling):
+def test_float8_training_at_every_stage_equals_unsharded(stage, n, scaling):
     """All ranks have the same examples, so all scales are those of the unsharded step.
 
     A rank's gradient is divided by the number of ranks before it is rounded, so the unsharded step divides it, too.
@@ -316,7 +316,7 @@ def test_every_stage_equals_unsharded_training(stage, n, scaling):
 
 
 @pytest.mark.parametrize("stage,backend", [(3, "fx"), pytest.param(1, "inductor", marks=pytest.mark.slow)])
-def test_a_jitted_step_is_the_step(stage, backend):
+def test_a_jitted_float8_step_equals_the_eager_one(stage, backend):
     opt = fzero.optim.sgd(1e-2)
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:

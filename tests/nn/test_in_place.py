@@ -56,7 +56,7 @@ def gradients(apply: Any, params: Any, buffers: Any, x: torch.Tensor) -> Any:
     return torch.func.grad(lambda params: apply(params, buffers, x)[0].square().mean())(params)
 
 
-def test_results_are_those_of_functional_and_the_module_gets_its_weights_back():
+def test_functional_in_place_equals_functional_and_restores_the_weights():
     module, x = Network(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     state = {name: value.clone() for name, value in module.state_dict().items()}
     expected = gradients(*functional(Network(), remat=True, ignore_writes=["kept", "blocks.*.runs"]), x)
@@ -78,7 +78,7 @@ def test_results_are_those_of_functional_and_the_module_gets_its_weights_back():
     torch.testing.assert_close(gradients(*again, x), expected)
 
 
-def test_blocks_run_once_without_gradients_and_may_fill_a_cache():
+def test_without_gradients_blocks_run_once_and_may_fill_a_cache():
     module, x, cache = Network(), torch.ones(2, 3, 4), Cache()
     apply, params, buffers = functional_in_place(module, CPU)
     with torch.no_grad():

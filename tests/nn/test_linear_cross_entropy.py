@@ -59,7 +59,7 @@ def labels_of(values: list[int], ignored: int) -> torch.Tensor:
 
 @examples(13, 25)
 @given(OPTIONS, LABELS, st.sampled_from([2, 4, 10, 11, 50]), st.sampled_from([1.0, 1e3]), st.booleans())
-def test_values_and_gradients_are_those_of_the_whole_logits(options, values, chunk, scale, has_bias):
+def test_linear_cross_entropy_equals_the_loss_of_whole_logits(options, values, chunk, scale, has_bias):
     """Also of logits whose exponentials overflow, and where all labels are ignored."""
     labels, hidden = labels_of(values, options["ignore_index"]), normal(2, 2, WIDTH) * scale
     bias = BIAS if has_bias else None
@@ -80,7 +80,7 @@ def with_bias(f: Any) -> Any:
     return lambda hidden, weight, labels, bias=None, **options: f(hidden, weight, labels, bias, **options)
 
 
-def test_second_derivatives_are_those_of_the_whole_logits():
+def test_second_derivatives_of_linear_cross_entropy_equal_those_of_whole_logits():
     labels, hidden = torch.tensor([1, -100, 10]), normal(3, WIDTH)
 
     def hvp(f: Any, **more: Any) -> Any:
@@ -94,7 +94,7 @@ def test_second_derivatives_are_those_of_the_whole_logits():
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @examples(4, 8)
 @given(st.sampled_from([1, 2, 4]), OPTIONS, LABELS, st.sampled_from([2, 3, 9]), st.booleans())
-def test_classes_may_be_split_over_an_axis(simulate, n, options, values, chunk, has_bias):
+def test_the_classes_of_linear_cross_entropy_may_be_split_over_an_axis(simulate, n, options, values, chunk, has_bias):
     classes = 12
     weight, bias = normal(classes, WIDTH, seed=3), normal(classes, seed=4) if has_bias else None
     labels, hidden = labels_of(values, options["ignore_index"]), normal(2, 2, WIDTH)
@@ -136,7 +136,7 @@ def test_the_gradient_of_hidden_states_is_as_exact_in_many_chunks_as_in_one(dtyp
     torch.testing.assert_close(forward.double(), (exact * hidden.double()).sum(), rtol=2e-2, atol=1e-2)
 
 
-def test_half_precision_is_summed_in_float32():
+def test_linear_cross_entropy_of_half_precision_sums_in_float32():
     hidden, weight = normal(6, WIDTH).bfloat16(), WEIGHT.bfloat16()
     labels = torch.arange(6)
     value = linear_cross_entropy(hidden, weight, labels, chunk=3)
@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_named(name):
+def test_wrong_arguments_of_linear_cross_entropy_are_refused(name):
     changed, message = REFUSED[name]
     arguments: dict[str, Any] = {"hidden": normal(4, WIDTH), "weight": WEIGHT, "labels": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -71,7 +71,7 @@ def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
     assert torch.equal(module(INPUTS), functional(module).apply(params, buffers, INPUTS)[0])  # it was not changed
 
 
-def test_the_default_is_the_layers_of_blocks_without_routers():
+def test_matmul_precision_chooses_the_layers_of_blocks_without_routers():
     names = [f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")]
     assert MatmulPrecision("float8").paths(model()) == tuple(names)
 
@@ -111,7 +111,7 @@ def test_transposed_weights_of_transformers_are_multiplied_in_float8():
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_layers_may_be_split_over_an_axis(scaling):
+def test_float8_layers_may_be_split_over_an_axis(scaling):
     """A part's scale is a power of two, as the whole's: the products are equal but for the order of sums."""
     module = model()
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -131,7 +131,7 @@ def test_layers_may_be_split_over_an_axis(scaling):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", cases((True,), [False]))
-def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
+def test_float8_training_at_stage_3_equals_one_rank(remat):
     """Rowwise scales belong to a token, so ranks with different tokens have the scales of one rank with all of them."""
     apply, params, buffers = functional(
         model(), remat=remat, matmul_precision=MatmulPrecision("float8", scaling="rowwise")
@@ -154,7 +154,7 @@ def test_training_a_module_at_stage_3_is_that_of_one_rank(remat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", cases(["rowwise"], ["tensorwise"]))
-def test_a_plan_counts_the_work_of_the_exact_step(scaling):
+def test_a_plan_counts_the_flops_of_float8_products(scaling):
     """The same floating-point operations and collectives; the products of blocks are of float8."""
 
     def planned(products: Any) -> Any:
@@ -190,7 +190,7 @@ def test_a_plan_counts_the_work_of_the_exact_step(scaling):
         (MatmulPrecision("float8", layers=lambda path, weight: False), ValueError, "no layer of Model is chosen"),
     ],
 )
-def test_bad_products_are_named(products, error, message):
+def test_layers_that_float8_cannot_multiply_are_refused_by_name(products, error, message):
     with pytest.raises(error, match=re.escape(message)):
         functional(model(), matmul_precision=products)
     with pytest.raises(ValueError, match="scaling='columnwise': expected"):

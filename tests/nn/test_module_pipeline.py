@@ -66,7 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name,schedule,stages,depth,zero,ranks,simulate,remat", CASES)
-def test_training_is_that_of_the_whole_model(name, schedule, stages, depth, zero, ranks, simulate, remat):
+def test_a_pipelined_module_trains_as_the_whole_model(name, schedule, stages, depth, zero, ranks, simulate, remat):
     model, batch = built(name), {key: torch.cat([x, x.roll(1, -1), x.flip(0), x]) for key, x in batch_for(name).items()}
     if "attention_mask" in batch:
         batch["attention_mask"] = batch["attention_mask"].sort(-1, descending=True).values  # short sequences end early
@@ -130,7 +130,7 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
 
 
 @pytest.mark.slow
-def test_examples_are_evaluated_by_a_function_of_the_output():
+def test_a_pipelined_module_evaluates_examples():
     model = built("gpt2").eval()
     batch = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in batch_for("gpt2").items()}
 
@@ -149,7 +149,7 @@ def test_examples_are_evaluated_by_a_function_of_the_output():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_mesh_it_is_the_ordinary_loss():
+def test_without_a_mesh_a_pipelined_loss_is_the_ordinary_loss():
     model, batch = built("bert"), batch_for("bert")
     loss, params, join = pipeline(model, losses, inputs=inputs, micro_batches=2)
     total, weight = loss(params, batch)
@@ -200,7 +200,7 @@ def test_remat_has_each_block_run_again(remat):
     assert len(runs) == 3 * 2 * (1 + remat)
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_of_nn_pipeline_are_refused():
     layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(4)])
     with pytest.raises(TypeError, match=r"fzero.nn.pipeline: loss=3: expected a function"):
         pipeline(layers, 3, micro_batches=2)  # pyright: ignore[reportArgumentType]

@@ -68,7 +68,7 @@ def net(dropout: float = 0.0, tied: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("remat", (True, "matmuls"))
-def test_a_module_runs_as_it_does_plainly(remat):
+def test_a_module_with_rematerialised_blocks_equals_the_plain_one(remat):
     module, x = net(dropout=0.2)
     results = []
     for r in (False, remat):
@@ -86,7 +86,7 @@ def test_a_module_runs_as_it_does_plainly(remat):
         itertools.product(("vmap", "lockstep"), (2, 3), (False, True)),
     ),
 )
-def test_a_sharded_module_runs_as_it_does_plainly(sim, stage, tied):
+def test_a_sharded_module_with_rematerialised_blocks_equals_the_plain_one(sim, stage, tied):
     module, x = net(tied=tied)
     mesh = fzero.mesh(dp=2, simulate=sim)
     results, gathers = [], []
@@ -109,7 +109,7 @@ def test_a_sharded_module_runs_as_it_does_plainly(sim, stage, tied):
         assert len(gathers[2]) == len(gathers[0]) + (2 if tied else len(again))
 
 
-def test_a_module_keeps_itself_and_its_copies_apart():
+def test_rematerialised_blocks_of_a_module_and_its_copy_are_apart():
     module, x = net()
     _, params, buffers = module_step(module, True)
     assert "forward" not in module.h[0].__dict__
@@ -120,7 +120,7 @@ def test_a_module_keeps_itself_and_its_copies_apart():
     assert_trees_close(functional_call(twin, {**params, **buffers}, (x,)), apply(params, buffers, x)[0])
 
 
-def test_a_module_without_blocks_is_an_error():
+def test_remat_of_a_module_without_blocks_is_refused():
     with pytest.raises(ValueError, match="Linear has no repeated blocks"):
         fzero.nn.functional(torch.nn.Linear(2, 2), remat=True)
 

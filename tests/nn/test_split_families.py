@@ -81,14 +81,14 @@ def cut_and_run(name: str, kind: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CAUSAL, *MASKED, *IMAGES])
-def test_a_family_computes_the_same_when_it_is_cut(name):
+def test_a_model_family_split_into_blocks_equals_the_whole(name):
     kinds = {"AutoModelForCausalLM": CAUSAL, "AutoModelForMaskedLM": MASKED, "AutoModel": IMAGES}
     cut_and_run(name, next(getattr(transformers, kind) for kind, names in kinds.items() if name in names))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_cannot_be_cut_is_refused_by_name(name):
+def test_a_model_family_that_cannot_be_split_is_refused_by_name(name):
     kind = {"minimax": "AutoModelForCausalLM", "bart": "AutoModel"}.get(name, "AutoModelForMaskedLM")
     with pytest.raises(ValueError, match=REFUSED[name]):
         cut_and_run(name, getattr(transformers, kind))

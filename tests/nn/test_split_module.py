@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_are_those_of_the_whole_model(name):
+def test_a_split_module_has_the_outputs_and_gradients_of_the_whole(name):
     model, batch = built(name), batch_for(name)
     made, params = split_module(model)
     assert len(params["blocks"]) == 4
@@ -74,7 +74,7 @@ def test_each_block_has_its_own_mask():
     assert not masks[0].equal(masks[1])
 
 
-def test_draws_of_a_step_go_on_as_if_no_block_had_been_looked_at():
+def test_inspecting_a_block_does_not_change_the_draws_of_a_step():
     made, params = split_module(
         torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)) for _ in range(2)])
     )
@@ -100,7 +100,7 @@ def test_a_cut_module_is_not_changed_and_shares_its_memory():
 
 
 @pytest.mark.parametrize("simulate,remat", cases([("vmap", False), ("lockstep", True)], [("vmap", True)]))
-def test_training_is_that_of_the_whole_model(simulate, remat):
+def test_a_split_module_trains_as_the_whole(simulate, remat):
     model, batch = built("llama"), batch_for("llama")
     batch = {name: x.repeat(2, 1) for name, x in batch.items()}
     made, params = split_module(model)
@@ -299,7 +299,7 @@ def in_pairs(model: Stack, x: Any) -> Any:
         (with_an_object, None, "block 'layers.0' is given an argument, a object: expected tensors and constants"),
     ],
 )
-def test_a_module_that_hands_on_otherwise_is_refused_when_it_runs(way, blocks, words):
+def test_a_module_that_changes_values_between_blocks_is_refused_when_it_runs(way, blocks, words):
     made, _ = split_module(Stack(way, blocks))
     with pytest.raises((ValueError, TypeError), match=words):
         made.block_arguments(torch.ones(1, 3))
@@ -365,7 +365,7 @@ def test_models_that_cannot_be_cut_are_refused_by_name(module, words):
         split_module(module)
 
 
-def test_a_list_may_be_chosen():
+def test_the_list_of_blocks_of_a_split_module_may_be_chosen():
     module = torch.nn.Sequential(torch.nn.Sequential(*linears()), torch.nn.Sequential(*linears()[:2]))
     with pytest.raises(ValueError, match="blocks='2': Sequential has no such list of blocks; it has '' with 2"):
         split_module(module, "2")
@@ -391,7 +391,7 @@ def test_models_that_no_pipeline_runs_are_refused_by_name():
         made.block_arguments(batch_for("llama"))
 
 
-def test_ranks_in_lockstep_run_copies_of_their_own():
+def test_ranks_in_lockstep_run_copies_of_a_split_module():
     model = Stack(in_turn, linears())
     made, params = split_module(model)
     mesh = fzero.mesh(dp=3, simulate="lockstep")

@@ -26,7 +26,7 @@ def mlp(x, p):
 
 @examples(20, 100)
 @given(st.integers(1, 12), st.integers(0, 11), st.sampled_from([-2, 0, 1, 2]), st.booleans())
-def test_tiles_compute_what_the_whole_computes(chunk, tokens, dim, second):
+def test_a_tiled_function_equals_the_function(chunk, tokens, dim, second):
     """Values and derivatives of the first and second order, for lengths that do not divide and empty ones."""
     x = torch.randn((tokens, 3, WIDTH), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = x.movedim(0, dim) if dim != 2 else x.permute(1, 2, 0)
@@ -53,7 +53,7 @@ def test_tiles_compute_what_the_whole_computes(chunk, tokens, dim, second):
 
 
 @pytest.mark.slow
-def test_the_activations_of_one_tile_are_alive():
+def test_a_tiled_function_holds_the_activations_of_one_tile():
     """By the plan: those of the hidden layer, which is 16 times as wide, shrink with the tile."""
     mesh = fzero.mesh(dp=2)
 
@@ -78,7 +78,7 @@ def test_the_activations_of_one_tile_are_alive():
     assert eighth < whole / 4, (eighth / hidden, whole / hidden)
 
 
-def test_wrong_tiles_are_refused():
+def test_wrong_arguments_of_tiled_are_refused():
     x = torch.ones(2, 6, 4)
     with pytest.raises(ValueError, match="chunk=0"):
         nn.tiled(mlp, 0)

@@ -60,7 +60,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_a_tensor_that_is_left_in_an_attribute_is_named(notices, case):
+def test_a_tensor_that_forward_stores_in_an_attribute_is_named(notices, case):
     does, attributes = LEFT[case]
     module = nn.Sequential(nn.Linear(3, 3), Leaving(does, **attributes))
     apply, params, buffers = functional(module)
@@ -73,7 +73,7 @@ def test_a_tensor_that_is_left_in_an_attribute_is_named(notices, case):
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("case", [case for case in LEFT if case != "a buffer that it makes"])
-def test_a_tensor_of_the_parameters_that_is_left_in_an_attribute_is_refused(case, is_first):
+def test_an_attribute_that_depends_on_the_parameters_is_refused(case, is_first):
     does, attributes = LEFT[case]
     apply, params, buffers = functional(nn.Sequential(nn.Linear(3, 3), Leaving(does, **attributes)))
     loss = fzero.value_and_grad(lambda p, x: apply(p, buffers, x)[0].square().sum())
@@ -84,7 +84,7 @@ def test_a_tensor_of_the_parameters_that_is_left_in_an_attribute_is_refused(case
             loss(params, torch.ones(2, 3))
 
 
-def test_a_tensor_that_is_left_is_refused_within_a_map_over_samples():
+def test_an_attribute_stored_within_a_vmap_over_samples_is_refused():
     apply, params, buffers = functional(Leaving(LEFT["an attribute"][0]))
     each = fzero.value_and_grad(lambda p, x: torch.func.vmap(lambda row: apply(p, buffers, row)[0].sum())(x).mean())
     with pytest.raises(RuntimeError, match="attribute 'aux', which depends on the parameters"):
@@ -122,7 +122,7 @@ def trained(module: nn.Module, loss_of: Callable[..., Any], jit: bool, **options
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
-def test_an_auxiliary_loss_in_an_attribute_is_refused_and_a_program_on_the_module_returns_it(jit, notices):
+def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(jit, notices):
     torch.manual_seed(0)
     balanced = Balanced()
     module = nn.Sequential(nn.Linear(3, 3), balanced)
@@ -157,12 +157,12 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_and_a_program_on_the_modul
     trained(module, by_hand, jit, ignore_writes=["1.aux"])
 
 
-def test_a_tensor_that_a_rerun_block_leaves_is_refused():
+def test_a_tensor_that_a_rematerialised_block_stores_is_refused():
     with pytest.raises(ValueError, match="held elsewhere than in its result"):
         called(LEFT["an attribute"][0], remat=True)
 
 
-def test_each_structure_of_arguments_is_looked_at_once(notices):
+def test_forward_is_checked_once_for_each_structure_of_arguments(notices):
     class Switch(nn.Module):
         def forward(self, x: torch.Tensor, aux: Any = None) -> torch.Tensor:
             if aux is not None:
@@ -259,7 +259,7 @@ def test_an_attribute_that_the_user_declares_constant_is_kept_at_its_value(notic
         fzero.jit(lambda p, x: apply(p, buffers, x)[0], backend="fx")(params, torch.ones(2, 3))
 
 
-def test_an_attribute_that_is_filled_in_once_is_no_counter(notices):
+def test_an_attribute_that_forward_fills_once_is_allowed(notices):
     does: Any = lambda m, y: setattr(m, "size", y.shape[-1])  # noqa: E731
     for attributes in ({}, {"size": None}):
         apply, params, buffers = functional(Leaving(does, **attributes))
@@ -286,7 +286,7 @@ OWN = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("remat", [False, True], ids=["once", "again"])
 @pytest.mark.parametrize("name", OWN)
-def test_torchs_own_modules_leave_nothing(notices, name, remat):
+def test_torchs_own_modules_store_no_attributes_in_forward(notices, name, remat):
     torch.manual_seed(0)
     apply, params, buffers = functional(Only(OWN[name]()), remat=remat)
     x = torch.randn(4, 3)
@@ -330,7 +330,7 @@ def make(m: Any, y: torch.Tensor) -> None:
         (make, r"made parameter '1\.late\.bias', which would not be trained"),
     ],
 )
-def test_a_parameter_that_forward_writes_is_an_error_that_names_it(does, message):
+def test_a_parameter_that_forward_writes_is_refused_by_name(does, message):
     with pytest.raises(RuntimeError, match=message):
         called(does)
 
@@ -388,7 +388,7 @@ def test_a_hook_on_a_backward_pass_is_refused_by_name(method):
 
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
-def test_the_mask_that_the_refusal_advises_is_the_hooks(stage):
+def test_the_mask_that_replaces_a_gradient_hook_has_its_effect(stage):
     torch.manual_seed(0)
     module, ids = nn.Embedding(5, 3).double(), torch.tensor([[0, 1], [4, 2], [1, 1], [3, 0]])
     mask = torch.tensor([True, False, True, True, False])[:, None]

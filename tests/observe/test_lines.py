@@ -35,7 +35,7 @@ def test_a_slow_loop_is_named_with_its_module():
 
 
 @pytest.mark.parametrize("backend", [None, "fx", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_passes_functions_and_lines_of_a_step(backend):
+def test_a_profile_by_lines_has_the_passes_functions_and_lines_of_a_step(backend):
     step, args = sharded()
     result = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
     assert {s.phase for s in result.spans} == {"forward", "backward", "update"}
@@ -48,7 +48,7 @@ def test_passes_functions_and_lines_of_a_step(backend):
 
 
 @pytest.mark.parametrize("micro_batches", cases((1, 4), [2]))
-def test_each_micro_batch_goes_forward_and_back(micro_batches):
+def test_a_profile_by_lines_separates_micro_batches(micro_batches):
     step, args = sharded(micro_batches=micro_batches)
     result = fzero.profile(step, *args, steps=1)
     tanh = [s.phase for s in result.spans if s.name == "aten::tanh"]
@@ -59,7 +59,7 @@ def test_each_micro_batch_goes_forward_and_back(micro_batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_each_operation_of_a_graph_is_noted_once(backend):
+def test_each_operation_of_a_graph_is_attributed_once(backend):
     """The spans of a loop are those of its iterations, not also the loop's."""
     step, args = sharded(micro_batches=4)
     step = fzero.jit(step, backend=backend)
@@ -73,7 +73,7 @@ def test_each_operation_of_a_graph_is_noted_once(backend):
         assert len(found_products) == sum(o.times for o in products) > len(products)
 
 
-def test_time_is_counted_once():
+def test_nested_spans_count_time_once():
     step, args = sharded()
     start = time.perf_counter()
     result = fzero.profile(step, *args, steps=1, warmup=0)
@@ -142,7 +142,7 @@ BLOCK = ("train_step", "loss", "Net", "blocks.1")
 
 
 @pytest.mark.parametrize("backend", [None, "fx", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_modules_and_functions_nest(backend):
+def test_modules_and_functions_nest_in_a_flame_chart(backend):
     apply, params, buffers = fzero.nn.functional(Net())
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def test_modules_and_functions_nest(backend):
     assert line.startswith(" " * 8) and f"{costs[BLOCK].calls:,}" in line
 
 
-def test_bars_of_modules_nest():
+def test_bars_of_modules_lie_within_those_of_their_parents():
     first = span("aten::mm", "a.py:1", "forward", 0)._replace(stack=("f", "layers.0"))
     second = first._replace(start=1, stack=("f", "layers.1"))
     alone = first._replace(start=2, stack=("f",))
@@ -187,7 +187,7 @@ def test_bars_of_modules_nest():
     assert len(_row_names([deep])) == 11
 
 
-def test_the_dearest_have_colours_of_their_own():
+def test_the_most_expensive_functions_have_distinct_colours():
     spans = [span(f"aten::op{i}", "a.py:1", "forward", i)._replace(seconds=1.0 + i) for i in range(20)]
     passes, functions, operations = _colours(spans)
     assert set(passes) == {"forward", "backward", "update"} and list(functions) == ["f"]
@@ -196,7 +196,7 @@ def test_the_dearest_have_colours_of_their_own():
     assert len(set(every)) == len(every)
 
 
-def test_a_label_is_what_fits():
+def test_labels_of_a_flame_chart_are_cut_to_their_bars():
     assert _label("Attention.forward", 0.5) == "Attention.forward" and _label("Attention.forward", 0.01) == ""
     short = _label("Attention.forward", 0.05)
     assert 4 <= len(short) < len("Attention.forward") and "Attention.forward".startswith(short[:-1])

@@ -35,7 +35,7 @@ def without_rate(rows: Any) -> list[Any]:
 
 
 @given(st.integers(0, 9), st.integers(1, 4))
-def test_every_step_is_written_once(steps, every):
+def test_every_logged_step_is_written_once(steps, every):
     writer = Kept()
     with observe.log(writer, every=every) as log:
         for i in range(steps):
@@ -77,7 +77,7 @@ def test_metrics_of_a_step_hold_no_graph():
     assert not log._pending[0][1]["loss"].requires_grad
 
 
-def test_a_users_rate_is_kept():
+def test_a_metric_named_steps_per_second_is_not_overwritten():
     writer = Kept()
     with observe.log(writer, every=2) as log:
         for i in range(2):
@@ -85,7 +85,7 @@ def test_a_users_rate_is_kept():
     assert writer.calls[0][1][1]["steps/s"] == 7.0
 
 
-def test_what_was_kept_is_written_after_an_error():
+def test_metrics_held_back_are_written_after_an_error():
     writer = Kept()
     with pytest.raises(RuntimeError), observe.log(writer) as log:
         log(0, {"loss": 1.0})
@@ -93,7 +93,7 @@ def test_what_was_kept_is_written_after_an_error():
     assert writer.calls == [[(0, {"loss": 1.0})]] and writer.closed
 
 
-def test_each_metric_that_is_no_number_is_told_once(caplog):
+def test_each_nonfinite_metric_is_reported_once(caplog):
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="fzero"), observe.log(every=2) as log:
         for i in range(6):
@@ -120,12 +120,12 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("call,error,text", WRONG, ids=[text for _, _, text in WRONG])
-def test_wrong_input_is_named(call, error, text):
+def test_wrong_arguments_of_log_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
 
 
-def test_json_lines_go_on_where_the_run_does(tmp_path):
+def test_a_json_lines_log_continues_a_resumed_run(tmp_path):
     path = tmp_path / "new" / "run.jsonl"
     write = observe.jsonl(path)
     write([(i, {"loss": float(i)}) for i in range(3)])

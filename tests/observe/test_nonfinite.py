@@ -50,7 +50,7 @@ PLANTED: dict[Loss, tuple[str, str, bool]] = {
     lockstep=st.booleans(),
 )
 @examples(4, 24)
-def test_planted_values_are_found(loss, stage, ranks, rank, micro_batches, lockstep):
+def test_nonfinite_finds_planted_values(loss, stage, ranks, rank, micro_batches, lockstep):
     rank %= ranks
     mesh = fzero.mesh(dp=ranks, simulate="lockstep" if lockstep else "vmap")
     step = fzero.shard(train_step_of(loss, micro_batches), stage, mesh)
@@ -104,7 +104,7 @@ def test_a_leaf_of_the_batch_is_named(stage, ranks, rank):
     assert result.origin.ranks == (rank,) and "result 2" in result.results
 
 
-def test_an_argument_that_is_not_used_is_not_named():
+def test_nonfinite_does_not_blame_an_unused_argument():
     result = nonfinite(lambda x, y: x + 1)(torch.ones(2), torch.tensor(math.nan))
     assert result.finite
 
@@ -120,7 +120,7 @@ def attention(params: Any, x: torch.Tensor, rows: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_mask_is_not_named(stage):
+def test_nonfinite_does_not_blame_an_attention_mask(stage):
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(train_step_of(attention), stage, mesh)
     state = step.init(params(), OPT)
@@ -135,13 +135,13 @@ def test_a_mask_is_not_named(stage):
     assert result.origin is not None and result.origin.operation == "sqrt" and result.rank == 1, result
 
 
-def test_a_row_that_is_masked_whole_is_named_by_its_softmax():
+def test_nonfinite_names_the_softmax_of_a_fully_masked_row():
     result = nonfinite(lambda p, x: attention(p, x, rows=1))(params(), batch(1, 3))
     assert result.origin is not None and result.origin.operation == "softmax", result
     assert result.origin.line == line_of(attention) and result.nan_origin is None
 
 
-def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
+def test_a_nonfinite_report_has_the_lines_of_an_infinity_and_of_the_nan_it_becomes():
     def f(x: torch.Tensor) -> torch.Tensor:
         grown = (x * 1000).half().exp()
         return (grown - grown).sum()
@@ -153,7 +153,7 @@ def test_an_infinity_that_becomes_nan_is_told_with_both_lines():
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_an_update_of_the_users_own_is_found(stage):
+def test_nonfinite_finds_a_hand_written_update(stage):
     def update(grads: Any, state: Any, params: Any) -> Any:
         return tree.map(lambda g: (g - g) / (g - g), grads), state  # HERE
 
@@ -171,7 +171,7 @@ def test_an_update_of_the_users_own_is_found(stage):
     assert "result 2" not in result.results and result.origin.ranks == (0, 1, 2)
 
 
-def test_padding_is_no_result():
+def test_nonfinite_does_not_blame_padding():
     """An update of a user's own may make the padding of a shard nan, which lies in no leaf."""
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
@@ -232,13 +232,13 @@ def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
     assert result.origin.backward == "OwnGeneratedBackward"
 
 
-def test_a_captured_tensor_is_named_as_such():
+def test_nonfinite_names_a_captured_tensor():
     hidden = torch.tensor([1.0, math.nan])
     result = nonfinite(lambda x: x * hidden)(torch.ones(2))  # HERE
     assert result.origin is not None and "captured" in result.origin.leaf and result.origin.operation == "mul", result
 
 
-def test_a_jitted_step_is_left_as_it_is():
+def test_nonfinite_runs_a_jitted_step_eagerly_and_donates_nothing():
     mesh = fzero.mesh(dp=2)
     step = fzero.jit(fzero.shard(train_step_of(log_of_negative), 2, mesh), backend="fx", **LEAST)
     state = step.init(params(), OPT)
@@ -250,7 +250,7 @@ def test_a_jitted_step_is_left_as_it_is():
     step(*state, mesh.split(x))  # nothing was donated
 
 
-def test_memory_that_is_written_over_is_forgotten():
+def test_nonfinite_forgets_memory_that_is_overwritten():
     def finite_between(x: torch.Tensor) -> torch.Tensor:
         y = x.log()
         y.zero_()
@@ -266,7 +266,7 @@ def test_memory_that_is_written_over_is_forgotten():
         assert result.origin.line == line_of(f)
 
 
-def test_of_many_the_first_is_named():
+def test_nonfinite_names_the_first_of_several_origins():
     def f(x: torch.Tensor) -> torch.Tensor:
         first = x.log()  # HERE
         return (x.sqrt() + first) / (x - x)
@@ -275,12 +275,12 @@ def test_of_many_the_first_is_named():
     assert result.origin is not None and (result.origin.operation, result.origin.line) == ("log", line_of(f)), result
 
 
-def test_nonfinite_refuses_other_steps():
+def test_nonfinite_refuses_steps_that_it_cannot_run():
     with pytest.raises(TypeError, match="expected a function"):
         nonfinite(3)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_an_operation_was_given_shows_infinities_beside_the_range():
+def test_the_inputs_in_a_nonfinite_report_show_infinities_beside_the_range():
     x = torch.tensor([1.0, -2.0, math.inf])
     result = fzero.observe.nonfinite(lambda x: (x - x.max()).sum())(x)
     assert result.nan_origin is not None and "float32 [3] of -2 to 1 and inf" in result.nan_origin.inputs

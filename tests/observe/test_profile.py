@@ -18,7 +18,7 @@ def jitted(backend: str) -> tuple[Any, list[Any]]:
     return step, [*step.init(mlp_params(), opt), mesh.split(mlp_batch(8))]
 
 
-def test_the_kinds_add_up_to_a_step():
+def test_the_kinds_of_a_profile_add_up_to_the_step():
     step, args = jitted("fx")
     result = fzero.profile(step, *args, steps=3)
     assert sum(c.seconds for c in result.kinds) == pytest.approx(result.profiled_seconds)
@@ -33,14 +33,14 @@ def test_the_kinds_add_up_to_a_step():
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_calls_are_those_of_one_step():
+def test_a_profile_counts_the_calls_of_one_step():
     result = fzero.profile(lambda x, y: torch.cat([x @ y, x @ x, x]).sin(), torch.ones(8, 8), torch.ones(8, 8), steps=4)
     calls = {c.name: c.calls for c in result.operations}
     assert (calls["aten::mm"], calls["aten::cat"], calls["aten::sin"]) == (2, 1, 1)
     assert "aten::clone" not in calls  # the copies of the arguments are not the step's
 
 
-def test_what_a_user_marks_is_no_operation():
+def test_ranges_that_a_user_marks_are_no_operations_of_a_profile():
     def step(x: torch.Tensor) -> torch.Tensor:
         with torch.profiler.record_function("mine"):
             return x.sin()
@@ -51,7 +51,7 @@ def test_what_a_user_marks_is_no_operation():
     assert result.kinds[0].calls == 1  # the sine
 
 
-def test_only_the_threads_of_the_steps_count():
+def test_a_profile_counts_only_threads_of_the_step():
     """Two threads at once would make a step longer than it is."""
     stop = threading.Event()
 
@@ -69,7 +69,7 @@ def test_only_the_threads_of_the_steps_count():
     assert {c.name for c in result.operations} == {"aten::sin"}
 
 
-def test_donated_arguments_stay_the_callers():
+def test_profile_does_not_donate_the_callers_arguments():
     step, args = jitted("fx")
     before = [x.clone() for x in fzero.tree.tensors(args)]
     fzero.profile(step, *args)
@@ -77,7 +77,7 @@ def test_donated_arguments_stay_the_callers():
     step(*args)
 
 
-def test_compiled_kernels_are_seen():
+def test_a_profile_shows_compiled_kernels():
     result = fzero.profile(fzero.jit(lambda x: (x.sin() * 2, x.cos()), backend="inductor"), torch.ones(4096))
     compiled = next(c for c in result.kinds if c.name == "compiled")
     assert compiled.calls >= 1 and compiled.seconds > 0  # our mark, and Inductor's own
@@ -109,18 +109,18 @@ def test_a_profile_prints_a_table():
         ("fzero::segment", "compiled"),
     ],
 )
-def test_operations_have_a_kind(name, kind):
+def test_every_operation_of_a_profile_has_a_kind(name, kind):
     assert _operation_kind(name) == kind
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"warmup": -1}, {"steps": True}])
-def test_a_wrong_option_of_profile_is_named(options):
+def test_the_error_of_profile_names_its_wrong_option(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}=.*expected an int, at least"):
         fzero.profile(torch.sin, torch.ones(3), **options)
 
 
-def test_what_it_cannot_show_is_refused(tmp_path: pathlib.Path):
+def test_profile_refuses_compiled_steps_and_a_running_profiler(tmp_path: pathlib.Path):
     with pytest.raises(ValueError, match="there is no folder"):
         fzero.profile(torch.sin, torch.ones(3), trace=tmp_path / "none" / "trace.json")
     step = fzero.shard(lambda p, s, b: (p, s), stage=0, mesh=fzero.mesh(dp=2, simulate="lockstep"))
@@ -130,13 +130,13 @@ def test_what_it_cannot_show_is_refused(tmp_path: pathlib.Path):
         fzero.profile(torch.sin, torch.ones(3))
 
 
-def test_arguments_keep_that_they_require_gradients():
+def test_profile_keeps_requires_grad_of_arguments():
     def step(x: torch.Tensor) -> None:
         x.square().sum().backward()
 
     assert fzero.profile(step, torch.ones(3, requires_grad=True), steps=1).seconds > 0
 
 
-def test_errors_of_the_step_are_its_own():
+def test_profile_raises_the_errors_of_the_step():
     with pytest.raises(ZeroDivisionError):
         fzero.profile(lambda x: 1 // 0, torch.ones(3))

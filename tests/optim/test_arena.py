@@ -35,7 +35,7 @@ COUNTERS = 64  # bytes of numbers, which may lie in either memory
 @example("clip before", "host", 0.3, 2, 2, 1)
 @example("float32", "parameters, too", 0.3, 3, 2, 1)
 @example("masters", "device", 0.8, 1, 2, 1)
-def test_a_plan_of_both_memories_is_what_lies_in_them(name, option, ratio, stage, n, k):
+def test_a_plan_of_offload_has_the_measured_bytes_of_both_memories(name, option, ratio, stage, n, k):
     options, row, mesh = OPTIONS[option], ROWS[name], fzero.mesh(dp=n)
     optimizer = row.make(lambda p: optim.offload(p, ratio, **options), None)
     stage = 3 if "params" in options else stage
@@ -54,13 +54,13 @@ def test_a_plan_of_both_memories_is_what_lies_in_them(name, option, ratio, stage
         assert beside <= COUNTERS
 
 
-def test_an_operation_of_both_memories_is_found():
+def test_the_test_arena_finds_an_operation_on_both_memories():
     x = torch.ones(4)
     with Arena(x), pytest.raises(MixedError):
         fzero.collectives.to_host(x) + x
 
 
-def test_the_pieces_of_a_unit_keep_no_more_than_themselves():
+def test_a_piece_of_a_unit_keeps_no_other_memory_alive():
     """A view would keep the whole shard alive, on the device that is short of memory."""
     mesh, optimizer = fzero.mesh(dp=2), optim.master_weights(optim.adam(0.1), fzero.Precision(param=torch.bfloat16))
     for update in ("host", "device"):

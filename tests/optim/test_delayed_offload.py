@@ -46,7 +46,7 @@ def one_late(optimizer: Any, path_is_late: Any) -> optim.Optimizer:
 )
 @example("clip before", 2, True, False, 2, 2, 2)
 @example("adamw", 2, False, True, 3, 2, 1)
-def test_a_delay_is_the_optimizer_given_late_gradients(name, blocks, jit, low, stage, n, micro_batches):
+def test_a_delayed_offload_equals_the_optimizer_on_late_gradients(name, blocks, jit, low, stage, n, micro_batches):
     """Of the units on the host; the others' gradients come at once."""
     low = low and stage == 3
     params = {"h": [{"w": normal((64,), i)} for i in range(3)]}
@@ -63,7 +63,7 @@ def test_a_delay_is_the_optimizer_given_late_gradients(name, blocks, jit, low, s
     assert same_bits((actual[0], actual[2]), (expected[0], expected[2]))
 
 
-def test_a_delayed_state_is_kept_and_loaded_elsewhere():
+def test_a_delayed_state_is_saved_and_loads_at_another_stage():
     """At another stage, on other ranks, training goes on bit for bit."""
     row, params = POINTWISE["masters, clip before"], small_params()
 
@@ -87,7 +87,7 @@ def test_a_delayed_state_is_kept_and_loaded_elsewhere():
     assert same_bits(step.gather(state[0]), other.gather(expected[0]))
 
 
-def test_a_delay_says_what_it_cannot():
+def test_an_offload_with_delay_refuses_a_loss_scale_and_other_wrong_uses():
     with pytest.raises(ValueError, match="offload: delay=2: expected 0, or 1 with"):
         optim.offload(optim.sgd(0.1), delay=2)
     with pytest.raises(ValueError, match="offload: delay=1: expected 0, or 1 with"):

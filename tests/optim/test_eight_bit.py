@@ -45,14 +45,14 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
 
 
 @signs
-def test_the_256_numbers_are_those_of_bitsandbytes(signed):
+def test_the_256_values_of_eight_bit_codes_are_those_of_bitsandbytes(signed):
     expected = torch.tensor(CODE["signed" if signed else "unsigned"])
     assert expected.shape == (256,)
     assert torch.equal(torch.tensor(_dynamic_values(signed)), expected)
 
 
 @signs
-def test_rounding_is_that_of_bitsandbytes(signed):
+def test_eight_bit_rounding_is_that_of_bitsandbytes(signed):
     """`bitsandbytes/backends/default/ops.py`, which its CUDA kernel agrees with: by the middles of the values."""
     x, values = spread_numbers(either(300, 2000), signed), torch.tensor(CODE["signed" if signed else "unsigned"])
     absmax = x.abs().amax(1, keepdim=True)
@@ -67,7 +67,7 @@ def test_rounding_is_that_of_bitsandbytes(signed):
 
 
 @signs
-def test_each_value_has_its_own_byte(signed):
+def test_each_value_of_an_eight_bit_code_has_its_own_byte(signed):
     values = torch.tensor(_dynamic_values(signed))
     codes = encode(values, torch.ones(()), signed)
     assert torch.equal(codes.int(), torch.arange(256, dtype=torch.int32))
@@ -75,7 +75,7 @@ def test_each_value_has_its_own_byte(signed):
 
 
 @signs
-def test_a_byte_is_of_the_nearest_value(signed):
+def test_eight_bit_rounding_takes_the_nearest_value(signed):
     x, scale = spread_numbers(20, signed), torch.tensor(4.0)
     error = (decode(encode(x, scale, signed), scale, signed) - x).abs()
     values = torch.tensor(_dynamic_values(signed)) * scale
@@ -83,7 +83,7 @@ def test_a_byte_is_of_the_nearest_value(signed):
 
 
 @signs
-def test_look_ups_equal_a_search(signed):
+def test_table_look_ups_of_eight_bit_codes_equal_a_search(signed):
     """Also next to midpoints, and for infinities and denormal numbers."""
     values = torch.tensor(_dynamic_values(signed))
     middles = (values[1:] + values[:-1]) / 2
@@ -93,7 +93,7 @@ def test_look_ups_equal_a_search(signed):
     assert torch.equal(encode(x, torch.ones(()), signed).int(), torch.bucketize(x, middles, out_int32=True))
 
 
-def test_a_scale_of_zero_gives_zeros():
+def test_an_eight_bit_block_of_zeros_decodes_to_zeros():
     codes = encode(torch.zeros(3), torch.zeros(()), signed=True)
     assert torch.equal(decode(codes, torch.tensor(1.0), signed=True), torch.zeros(3))
 
@@ -109,7 +109,7 @@ def unpacked(moment: optim.EightBit, like: torch.Tensor, signed: bool) -> torch.
     return torch.cat(parts).view(like.shape)
 
 
-def test_an_update_is_adams_on_the_rounded_moments():
+def test_an_eight_bit_update_is_adams_on_the_rounded_moments():
     w, g = normal((30, 40), 0, torch.float32), normal((30, 40), 1, torch.float32)
     exact, opt = optim.adamw(1e-2), optim.adamw(1e-2, moments=EVERY)
     _, state = opt.update(g, opt.init(w), w)
@@ -146,7 +146,7 @@ def test_full_leaves_have_the_numbers_of_float32():
     assert_trees_close(actual["w"], expected["w"], 2e-2)
 
 
-def test_a_rule_says_which_leaves_are_full():
+def test_a_rule_chooses_the_leaves_with_full_moments():
     params = {"a": torch.ones(3, 300), "b": torch.ones(3, 256), "c": torch.ones(2)}
     state = optim.adam(1e-2, moments=optim.Moments("int8", full=lambda path, leaf: path == "a")).init(params)
     assert tree.map(lambda x: tuple(x.shape), state.nu.scales) == {"a": (3, 300), "b": (3, 1), "c": (1,)}
@@ -155,7 +155,7 @@ def test_a_rule_says_which_leaves_are_full():
 
 
 @pytest.mark.parametrize("moments,error", [("int4", ValueError), (8, TypeError)])
-def test_other_moments_are_refused(moments, error):
+def test_an_unknown_kind_of_moments_is_refused(moments, error):
     with pytest.raises(error, match=f"moments={moments!r}: expected"):
         optim.adamw(1e-3, moments=moments)
 
@@ -203,7 +203,7 @@ def trained(step: Any, state: Any, split: Any = lambda x: x) -> Any:
 @example([(700,), (), (0,), (3, 100)], "one unit", EVERY, 7, 3, 0)
 @example([(1,), (7,)], "one unit", EVERY, 8, 2, 0)
 @example([(2, 2, 300), (7,), (3, 256)], "one unit", optim.Moments("int8", full=some_are_full), 5, 1, 1)
-def test_numbers_do_not_depend_on_the_layout(shapes, rule, full, n, stage, seed):
+def test_eight_bit_training_does_not_depend_on_the_layout(shapes, rule, full, n, stage, seed):
     """On any number of ranks, at any stage, in any units, of sizes that do not divide: every bit is equal."""
     params, opt = params_of_shapes(shapes, seed), optim.adamw(1e-2, moments=full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
@@ -228,7 +228,7 @@ def big_params() -> dict[str, Any]:
     return {"w": [normal((64, 80), i, torch.float32) for i in range(2)], "norm": normal((30,), 5, torch.float32)}
 
 
-def test_a_rank_holds_two_bytes_an_element():
+def test_eight_bit_moments_take_two_bytes_an_element():
     params, opt = big_params(), optim.adamw(1e-2, moments="int8")
     step = fzero.shard(train_step_for(loss_of, opt), 3, fzero.mesh(dp=4))
     _, state = step.init(params, opt)
@@ -252,7 +252,7 @@ def test_a_plan_holds_one_unit_in_float32():
 
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_jitted_step_equals_the_eager_one(backend):
+def test_a_jitted_eight_bit_step_equals_the_eager_one(backend):
     params, opt = big_params(), optim.adamw(1e-2, moments="int8")
     step = fzero.shard(train_step_for(loss_of, opt), 3, fzero.mesh(dp=3))
     jitted = fzero.jit(step, backend=backend)
@@ -291,7 +291,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_states_convert_between_kinds(name, stage):
+def test_optimizer_states_convert_between_kinds_of_moments(name, stage):
     params, exact, small = big_params(), KINDS[name](None), KINDS[name]("int8")
     step = fzero.shard(step_without_count(exact), stage, fzero.mesh(dp=3))
     likes = [step.init(params, opt)[1] for opt in (exact, small)]
@@ -334,7 +334,7 @@ def floats(state: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dims", [{"w": 1}, {"w": 0, "e": 0}, {"w": 1, "e": 1}], ids=str)
-def test_parts_of_split_leaves_have_the_numbers_of_the_whole(dims):
+def test_eight_bit_moments_of_split_leaves_equal_those_of_whole_leaves(dims):
     params = {"w": normal((8, 1024), 0, torch.float32), "e": normal((4, 128, 2), 1, torch.float32)}
     opt = optim.adamw(1e-2, moments=optim.Moments("int8", full=lambda path, leaf: dims.get(path) != 0 and path == "e"))
 
@@ -347,7 +347,7 @@ def test_parts_of_split_leaves_have_the_numbers_of_the_whole(dims):
     assert_trees_close(step.gather(state), trained(step_of(opt), (params, opt.init(params))), 0.0)
 
 
-def test_parts_that_cut_blocks_are_refused():
+def test_a_split_that_cuts_eight_bit_blocks_is_refused():
     opt = optim.adamw(1e-2, moments=EVERY)
     step = fzero.shard(
         train_step_for(loss_of, opt), 3, fzero.mesh(dp=2, tp=2), axis="dp", split=lambda path, leaf: {"tp": 1}

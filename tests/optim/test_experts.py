@@ -44,7 +44,7 @@ def test_each_expert_of_each_layer_has_its_own_norm(limit, dtype):
 
 @examples(3, 12)
 @given(st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from([None, 0.5]), st.booleans())
-def test_training_is_dense_training(mesh, stage, capacity, one_unit):
+def test_clip_by_expert_on_any_mesh_equals_dense_training(mesh, stage, capacity, one_unit):
     """Rows of an expert are cut anywhere: by dp, by ep, in a unit with other leaves, or with each leaf a unit."""
     units = (
         (lambda path, leaf: "all" if "experts" not in path else "experts") if one_unit else (lambda path, leaf: path)
@@ -55,7 +55,7 @@ def test_training_is_dense_training(mesh, stage, capacity, one_unit):
     assert_equivalent(train_step, params_of(), OPT, batches, (stage,), **options)
 
 
-def test_beside_tensor_parallel_leaves():
+def test_clip_by_expert_works_beside_tensor_parallel_leaves():
     """What is split along another dimension is summed over its ranks."""
     grads = two_layers()
     expected = optim.clip_by_expert(1.0).update(grads, ())[0]
@@ -86,7 +86,7 @@ def test_a_clip_by_expert_takes_one_psum_for_each_set_of_axes():
     assert [e.elements for e in log.other_events] == [2 * 2 * 3 * 4]  # of two layers' three leaves; it counts twice
 
 
-def test_a_wrong_argument_of_clip_by_expert_is_named():
+def test_the_error_of_clip_by_expert_names_its_wrong_argument():
     with pytest.raises(ValueError, match="max_norm=0"):
         optim.clip_by_expert(0)
     with pytest.raises(ValueError, match=r"leaves of 'experts' have 2 and 3 experts"):
@@ -95,7 +95,7 @@ def test_a_wrong_argument_of_clip_by_expert_is_named():
         optim.clip_by_expert(1.0).update({"experts": {"a": torch.ones(())}}, ())
 
 
-def test_what_clips_nothing_or_something_else_is_refused():
+def test_clip_by_expert_refuses_names_without_stacked_experts():
     """A wrong name would clip nothing, and a list of experts row by row, without a word."""
     grads = two_layers()
     for names in ("exprts", ("a", "b")):

@@ -31,7 +31,7 @@ EXACT = optim.muon(0.05, fallback=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
 # ---------------------------------------------------------------- whole
 
 
-def test_a_muon_of_ones_own_equals_its_unsharded_self():
+def test_a_hand_written_muon_on_full_leaves_equals_unsharded():
     opt = optim.on_full_leaves(WHITE, reads_params=False)
     assert opt.exact_on_shards is True
     assert_equivalent(
@@ -100,7 +100,7 @@ def test_the_state_of_a_full_optimizer_is_sharded_whatever_its_shapes():
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_full_leaves_move_what_the_optimizer_is_given_once_more(stage, reads):
+def test_an_optimizer_on_full_leaves_gathers_gradients_and_state_once(stage, reads):
     opt = optim.on_full_leaves(optim.Optimizer(lambda p: p * 0, lambda g, s, params=None: (-0.1 * g, s + g)), reads)
     n, params = 4, {"w": torch.ones(10, 8), "v": torch.ones(3, 5)}
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
@@ -112,7 +112,7 @@ def test_full_leaves_move_what_the_optimizer_is_given_once_more(stage, reads):
     assert log.elements - 2 * numel == {0: -2, 3: (2 + reads) * numel}.get(stage, 2 * numel)
 
 
-def test_masters_or_a_scale_go_around_an_optimizer_of_full_leaves():
+def test_on_full_leaves_refuses_an_optimizer_with_master_weights():
     with pytest.raises(ValueError, match=r"around on_full_leaves, since .* optim.master_weights\("):
         optim.on_full_leaves(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
 
@@ -147,7 +147,7 @@ def test_ten_steps_equal_torch_muon(options, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", cases((5,), range(1, 6)))
-def test_muon_equals_its_unsharded_self(n):
+def test_muon_at_every_stage_equals_unsharded(n):
     batches = [normal((12 if 12 % n == 0 else 10, 5), i) for i in range(2)]
     for units in either((None, RULES["one unit"]), (None, RULES["one unit"], RULES["a unit a leaf"])):
         assert_equivalent(train_step_for(loss_of, EXACT), params_of(), EXACT, batches, world_sizes=(n,), units=units)
@@ -187,7 +187,7 @@ def test_the_plan_counts_what_muon_moves():
     assert [c.elements for c in plan.collectives if c.kind == "all_to_all"] == [64, 64]
 
 
-def test_each_rank_iterates_its_share_only():
+def test_each_rank_runs_newton_schulz_on_its_share_of_the_matrices():
     """Twelve matrices of each shape on four ranks: three of each."""
     assignment = OwnerAssignment(4, (64,) * 12, tuple(Matrix(i, 0, 16, 16) for i in range(12)))
     assert assignment.stack_sizes == (3,)
@@ -217,7 +217,7 @@ def test_every_element_of_every_matrix_arrives_once_and_returns(shapes, n):
     assert assignment.used_numel <= sum(assignment.shards)  # never more than an all_gather
 
 
-def test_stacked_matrices_are_each_by_itself_if_the_mask_names_them():
+def test_muon_orthogonalises_each_stacked_matrix_that_its_mask_names():
     experts = normal((3, 4, 5), 0)
     every = optim.muon(0.1, fallback=optim.sgd(0.1), mask=lambda p: tree.map(lambda x: x.ndim >= 2, p), ns_dtype=None)
     updates, _ = every.update({"e": experts}, every.init({"e": experts}), {"e": experts})
@@ -263,6 +263,6 @@ def test_muon_names_leaves_that_are_no_matrices():
         (lambda: optim.sgd(0.1, foo=1), "its arguments are learning_rate, momentum, nesterov"),
     ],
 )
-def test_torchs_words_are_answered_with_ours(call, answer):
+def test_muon_refuses_the_argument_names_of_torch_with_fzeros(call, answer):
     with pytest.raises(TypeError, match=answer):
         call()

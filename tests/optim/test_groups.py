@@ -62,7 +62,7 @@ def test_groups_are_a_chain_of_masked_optimizers_with_one_state():
 
 @pytest.mark.parametrize("way", ["vmap", "lockstep", "jit"])
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_every_stage_holds_each_moment_once_and_saves_it_once(stage, way, tmp_path):
+def test_by_group_holds_and_saves_each_moment_once_at_every_stage(stage, way, tmp_path):
     opt, _ = groups_of("adamw")
     mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")
     rules: Any = {"units": lambda path, leaf: "all"}  # a shard holds leaves of both groups
@@ -85,7 +85,7 @@ def test_every_stage_holds_each_moment_once_and_saves_it_once(stage, way, tmp_pa
 LEAVES = tree.flatten_with_paths(PARAMS)[0]
 
 
-def test_what_groups_cannot_share_is_refused():
+def test_by_group_refuses_optimizers_whose_states_cannot_be_shared():
     with pytest.raises(TypeError, match=r"expected pairs \(opt, mask\)"):
         optim.by_group(optim.sgd(0.1))  # pyright: ignore[reportArgumentType]
     for masks, text in (

@@ -46,7 +46,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_the_scale_leaves_no_trace(stage):
+def test_a_loss_scale_changes_no_result(stage):
     """Loss and gradients are the true ones at any power of two, and what follows, clipping, sees no scale."""
     precision = fzero.Precision(torch.bfloat16)
     results = []
@@ -79,13 +79,13 @@ def test_small_gradients_survive_in_half_precision_only_with_a_scale(caplog):
     torch.testing.assert_close(grad, x / 3, rtol=1e-3, atol=0)
 
 
-def test_a_loss_that_would_overflow_if_it_were_scaled_is_itself():
+def test_the_returned_loss_is_the_unscaled_one():
     w = torch.ones(2)
     value, grad = fzero.scaled_value_and_grad(lambda w: w.detach().sum() * 1e36 + w[0], 2.0**12)(w)
     assert value.item() == pytest.approx(2e36) and grad.tolist() == [1, 0]
 
 
-def test_the_scale_grows_and_has_bounds():
+def test_a_dynamic_loss_scale_grows_within_its_bounds():
     opt = optim.dynamic_loss_scale(optim.sgd(0.1), 4.0, growth_interval=2, minimum=2.0, maximum=8.0)
     params = {"w": torch.ones(2)}
     state, good, bad = opt.init(params), {"w": torch.ones(2)}, {"w": torch.tensor([1.0, float("nan")])}

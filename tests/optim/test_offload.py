@@ -51,7 +51,7 @@ units = st.sampled_from([None, *sorted(RULES)])
 @example("adamw", small_params(), by_path, None, 3, 3, 1)
 @example("masters, clip before", small_params(), 0.37, "one unit", 2, 2, 2)
 @example("a mask that is a tree", small_params(), 0.5, "one unit", 1, 2, 1)
-def test_updated_on_the_host_it_trains_bit_for_bit(name, params, ratio, rule, stage, n, micro_batches):
+def test_offload_with_host_updates_trains_bit_for_bit(name, params, ratio, rule, stage, n, micro_batches):
     way = Way(stage, n, micro_batches, units=rule and RULES[rule])
     check_bitwise(way, POINTWISE[name], params, ratio, "host")
 
@@ -60,7 +60,7 @@ def test_updated_on_the_host_it_trains_bit_for_bit(name, params, ratio, rule, st
 @given(name=st.sampled_from(sorted(LIFTED)), params=params_of(), ratio=RATIOS, rule=units, **layouts)
 @example("muon", small_params(), 0.37, "one unit", 2, 2, 1)
 @example("adafactor", small_params(), 0.37, None, 3, 3, 1)
-def test_updated_on_the_device_it_trains_bit_for_bit(name, params, ratio, rule, stage, n, micro_batches):
+def test_offload_with_device_updates_trains_bit_for_bit(name, params, ratio, rule, stage, n, micro_batches):
     way = Way(stage, n, micro_batches, units=rule and RULES[rule])
     check_bitwise(way, OPTIMIZERS[name], params, ratio, "device")
 
@@ -102,7 +102,7 @@ def test_a_jitted_step_with_device_updates_trains_bit_for_bit(name, ratio, stage
     update=st.sampled_from(["host", "device"]),
     **layouts,
 )
-def test_more_trees_train_bit_for_bit(name, params, ratio, rule, update, stage, n, micro_batches):
+def test_offload_of_any_tree_trains_bit_for_bit(name, params, ratio, rule, update, stage, n, micro_batches):
     way = Way(stage, n, micro_batches, units=rule and RULES[rule])
     check_bitwise(way, OPTIMIZERS[name], params, ratio, "device" if name in ON_DEVICE_ONLY else update)
 
@@ -128,7 +128,7 @@ def test_a_jitted_step_of_any_tree_trains_bit_for_bit(name, params, ratio, stage
 @examples(0, 4)
 @given(name=st.sampled_from(sorted(POINTWISE)), ratio=RATIOS, stage=stages(), n=st.integers(1, 3))
 @example("masters, clip before", 0.37, 3, 3)
-def test_in_lockstep_it_trains_bit_for_bit(name, ratio, stage, n):
+def test_offload_in_lockstep_trains_bit_for_bit(name, ratio, stage, n):
     way, row = Way(stage, n, simulate="lockstep"), POINTWISE[name]
     expected = trained(way._replace(simulate="vmap"), row, small_params(), offloading(ratio))
     assert same_bits(trained(way, row, small_params(), offloading(ratio)), expected)
@@ -137,7 +137,7 @@ def test_in_lockstep_it_trains_bit_for_bit(name, ratio, stage, n):
 
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_over_some_axes_and_split_along_others_it_trains_bit_for_bit(stage, update):
+def test_offload_with_tensor_parallelism_trains_bit_for_bit(stage, update):
     params = {"a": normal((8, 40), 1), "b": normal((64, 3), 2)}
 
     def run(wrap: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_cut_lies_where_both_pieces_begin_on_a_cache_line():
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_ratio_0_is_the_optimizer_itself(stage):
+def test_offload_with_ratio_0_is_the_optimizer_itself(stage):
     """No piece lies on the host, and no operation moves anything."""
     row = POINTWISE["adamw"]
     step = Way(stage).step(optimizer := row.make(offloading(0), small_params()), row)
@@ -237,7 +237,7 @@ def test_ratio_0_is_the_optimizer_itself(stage):
 
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("name", ["adamw", "masters", "a mask", "leafwise", "lamb", "muon", "adafactor"])
-def test_a_state_keeps_its_structure(name, update):
+def test_an_offloaded_state_keeps_its_structure(name, update):
     """From init to update, or a jitted step would be traced twice; at stage 0 and unsharded, too."""
     if name in (ON_DEVICE_ONLY if update == "host" else ["leafwise"]):
         return
@@ -273,13 +273,13 @@ def test_an_unknown_update_is_refused(update):
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_ONLY)
-def test_an_optimizer_that_reads_leaves_is_told_what_to_do(name):
+def test_a_host_update_of_an_optimizer_that_reads_leaves_is_refused_with_a_remedy(name):
     with pytest.raises(ValueError, match=r'before offload, in a chain, or .*update="device"'):
         ON_DEVICE_ONLY[name].make(offloading(0.5), small_params())
 
 
 @pytest.mark.parametrize("update", ["host", "device"])
-def test_a_loss_scale_goes_around(update):
+def test_offload_refuses_an_optimizer_with_a_loss_scale(update):
     inner = optim.dynamic_loss_scale(POINTWISE["masters"].make(plain, {}))
     with pytest.raises(ValueError, match="put the loss scale around offload"):
         optim.offload(inner, 0.5, update)
@@ -288,12 +288,12 @@ def test_a_loss_scale_goes_around(update):
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.Adam, optim.adam, None, 3], ids=["a class", "a function", "None", "3"]
 )
-def test_another_value_than_an_optimizer_is_refused(optimizer):
+def test_offload_refuses_a_value_that_is_no_optimizer(optimizer):
     with pytest.raises(TypeError):
         optim.offload(optimizer)
 
 
-def test_a_norm_of_pieces_says_what_to_do():
+def test_a_norm_of_offloaded_pieces_is_refused_with_a_remedy():
     """For someone else's optimizer, of which offload cannot know that it reads whole leaves."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:

@@ -39,7 +39,7 @@ def test_parameters_on_the_host_train_bit_for_bit(name, params, ratio, rule, n, 
     assert same_bits(result, trained(way, POINTWISE[name], params, plain))
 
 
-def test_parameters_on_the_host_come_up_when_they_are_gathered():
+def test_parameters_on_the_host_move_to_the_device_when_gathered():
     """A block at a time, also for the backward pass; between them they are not on the device."""
     blocks, width = 8, 64
     params = {"h": [{"w": normal((width, width), i) / 8} for i in range(blocks)]}
@@ -74,7 +74,7 @@ def test_parameters_on_the_host_come_up_when_they_are_gathered():
 
 @examples(14, 100)
 @given(params=params_of(), ratio=RATIOS, n=st.integers(1, 4), low=st.booleans())
-def test_bytes_are_counted_by_memory(params, ratio, n, low):
+def test_offloaded_parameters_are_counted_in_host_bytes(params, ratio, n, low):
     step = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=n))
     state = step.init(params, optim.offload(optim.adam(0.1), ratio, params=low))
     expected = {"device": 0, "host": 0}

@@ -19,7 +19,7 @@ def params_at(stage: int, **leaves: torch.Tensor) -> Any:
     return step.init(leaves, optim.sgd(0.1))[0]
 
 
-def test_a_share_is_the_fraction_that_its_digits_say():
+def test_an_offload_ratio_is_the_decimal_fraction_that_was_written():
     """In binary 0.1 is more than a tenth: of ten elements the host would hold two."""
     assert _to_fraction(0.1) == Fraction(1, 10) != Fraction(0.1)
 

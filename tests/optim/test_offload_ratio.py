@@ -114,7 +114,7 @@ def test_the_state_of_an_optimizer_without_offload_becomes_one_with_it():
     assert same_bits(on(step, (state[0], lifted), rest), expected)
 
 
-def test_unsharded_the_ratio_changes_as_well():
+def test_the_offload_ratio_of_an_unsharded_state_can_change():
     optimizer, params = optim.offload(optim.adam(0.1), 0.5), {"w": normal((300,)), "b": normal((3,))}
     state = optimizer.update(params, optimizer.init(params), params)[1]
     other = optim.offload(optim.adam(0.1), 1)
@@ -137,7 +137,7 @@ def test_a_ratio_beyond_its_range_is_refused(ratio):
 
 
 @pytest.mark.parametrize("answer,error", [(None, TypeError), (True, TypeError), ("0", TypeError), (2, ValueError)])
-def test_a_rule_that_answers_nonsense_is_refused_with_the_leaf(answer, error):
+def test_a_ratio_rule_with_a_wrong_result_is_refused_with_the_leaf(answer, error):
     optimizer = optim.offload(optim.adam(0.1), lambda path: answer if path == "b" else 0.5)
     with pytest.raises(error, match=r"leaf 'b'.*expected a number from 0 to 1"):
         optimizer.init({"a": torch.ones(3), "b": torch.ones(3)})
@@ -145,7 +145,7 @@ def test_a_rule_that_answers_nonsense_is_refused_with_the_leaf(answer, error):
 
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_a_state_of_another_ratio_says_how_to_change_it(stage, update):
+def test_a_state_of_another_offload_ratio_is_refused_with_a_remedy(stage, update):
     row, params = POINTWISE["adamw"], small_params()
     made = Way(stage).step(optimizer := row.make(offloading(0.3, update), params), row).init(params, optimizer)
     step = Way(stage).step(row.make(offloading(0.8, update), params), row)

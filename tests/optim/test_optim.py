@@ -96,7 +96,7 @@ def test_decay_mask_of_another_structure_names_the_leaf():
         opt.update(params, opt.init(params), params)
 
 
-def test_decay_without_parameters_says_what_to_pass():
+def test_weight_decay_without_parameters_is_refused_with_a_remedy():
     params = {"w": torch.ones(2)}
     opt = optim.adamw(1e-2)
     with pytest.raises(ValueError, match=r"needs the parameters: opt.update\(grads, state, params\)"):
@@ -149,7 +149,7 @@ def test_scheduled_training_equals_torch_lambda_lr(name, dtype):
     assert_trees_close(train(opt, params, batches), expected, RTOL[dtype])
 
 
-def test_a_schedule_of_ones_own_sees_the_number_of_updates_done():
+def test_a_hand_written_schedule_is_given_the_number_of_updates_done():
     records = []
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_nesterov_without_momentum_is_refused():
 # ---------------------------------------------------------------- chain, apply_updates, state
 
 
-def test_chain_is_composition():
+def test_chain_composes_optimizers():
     params, grads = params_of(), tree.map(lambda x: 3 * x, params_of())
     first, second = optim.clip_by_global_norm(0.5), optim.adamw(0.1)
     updates, state = optim.chain(first, second).update(grads, (first.init(params), second.init(params)), params)
@@ -242,7 +242,7 @@ def test_apply_updates_keeps_ties():
     assert new["c"] is not new["a"]
 
 
-def test_apply_updates_leaves_its_arguments_as_they_were():
+def test_apply_updates_does_not_change_its_arguments():
     params = {"w": torch.ones(2)}
     optim.apply_updates(params, {"w": torch.ones(2)})
     assert params["w"].tolist() == [1, 1]
@@ -331,12 +331,12 @@ def test_global_norm_of_mixed_dtypes_sums_in_float32_at_least(n):
 
 
 @pytest.mark.parametrize("values", [{}, {"w": None}, {"w": torch.zeros(0)}], ids=["no leaves", "None", "empty"])
-def test_global_norm_of_nothing_is_zero(values):
+def test_the_global_norm_of_an_empty_tree_is_zero(values):
     assert optim.global_norm(values).item() == 0
     assert fzero.mesh(dp=3).spmd(optim.global_norm)(partitioned(values, 3)).item() == 0
 
 
-def test_gradients_below_the_limit_pass_unchanged():
+def test_clipping_leaves_gradients_below_the_limit_unchanged():
     grads = params_of()
     for limit in (norm_by_hand(grads).item() * 1.001, 1e9):
         assert_trees_close(optim.clip_by_global_norm(limit).update(grads, ())[0], grads, 0.0)
@@ -410,14 +410,14 @@ def test_poisoned_padding_never_affects_training(stage, value):
     assert_trees_close(step.gather(params), train(opt, params_of(), batches), 1e-12)
 
 
-def test_every_public_state_counts_as_an_optimizers_state():
+def test_every_public_state_class_counts_as_an_optimizer_state():
     """`is_opt_state` lists them, so that a new optimizer's state in place of parameters is told, too."""
     names = [name for name in optim.__all__ if name.endswith("State") and name != "OptState"]  # that is any tree
     public = {getattr(optim, name) for name in names}
     assert public == {*_STATES}, "fzero/optim/_states.py: _STATES"
 
 
-def test_every_optimizer_that_torch_has_too_is_named_to_its_users():
+def test_every_optimizer_that_torch_has_too_is_in_the_torch_hints():
     classes = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     assert {name for name in optim.__all__ if name in classes} == {*_EQUIVALENTS}, "optim/_torch_hints.py"
 
@@ -494,7 +494,7 @@ def test_torchopt_is_the_same_on_shards(name, stage):
         assert_trees_close(sharded.gather(params), expected, 1e-12, f"dp={n}")
 
 
-def test_an_optimizer_that_flattens_trees_is_told_to_be_wrapped():
+def test_the_error_of_an_optimizer_that_flattens_trees_advises_leafwise():
     step = fzero.shard(train_step_for(loss_of, None), 2, fzero.mesh(dp=2))
     with pytest.raises(fzero.errors.DiffersByRankError) as caught:
         step.init(params_of(), torchopt.adamw(1e-2))

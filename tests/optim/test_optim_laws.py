@@ -76,7 +76,7 @@ def test_the_table_has_every_public_optimizer():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.torch])
-def test_ten_steps_equal_torch_optim(name, dtype):
+def test_ten_steps_of_each_optimizer_equal_torch_optim(name, dtype):
     params, batches = params_of(dtype), batches_of(10, dtype)
     expected = train_with_torch(TABLE[name].torch, params, batches)
     assert_trees_close(train(TABLE[name].optimizer, params, batches), expected, RTOL[dtype])
@@ -95,7 +95,7 @@ def stored(values: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.optax])
-def test_ten_steps_equal_optax(name, dtype):
+def test_ten_steps_of_each_optimizer_equal_optax(name, dtype):
     opt, params = TABLE[name].optimizer, stored(OPTAX["params"], dtype)
     state = opt.init(params)
     for grads in OPTAX["grads"]:
@@ -124,7 +124,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", OPTAX["values"])
-def test_schedules_equal_optax(name):
+def test_learning_rate_schedules_equal_optax(name):
     values = [SCHEDULES[name](torch.tensor(t)) for t in range(20)]
     assert {(v.dtype, v.ndim) for v in values} == {(torch.float64, 0)}
     assert [v.item() for v in values] == pytest.approx(OPTAX["values"][name], rel=1e-12, abs=1e-15)
@@ -203,7 +203,7 @@ def test_parameters_and_state_keep_their_dtype(name, dtype):
 
 
 @other_half
-def test_half_precision_follows_float64(name):
+def test_training_in_half_precision_follows_float64(name):
     params = stored(OPTAX["params"], torch.bfloat16)
     trained = []
     for dtype in (torch.bfloat16, torch.float64):
@@ -217,7 +217,7 @@ def test_half_precision_follows_float64(name):
 
 
 @every
-def test_updates_are_pure(name):
+def test_optimizer_updates_change_none_of_their_arguments(name):
     opt, params = TABLE[name].optimizer, params_of()
     arguments = (tree.map(torch.ones_like, params), opt.init(params), params)
     before = tree.map(torch.clone, arguments)

@@ -104,7 +104,7 @@ def test_a_sharded_step_refuses_a_gradient_of_another_shape(stage, jit):
 
 
 @pytest.mark.parametrize("pieces_of", ["parameters", "gradients"])
-def test_shards_in_other_pieces_have_one_shape(pieces_of):
+def test_boxes_offloaded_at_other_ratios_have_equal_shapes(pieces_of):
     """With `offload(params=True)` a part of a rank's parameters lies on the host, and its gradient does not."""
     opt = optim.chain(optim.clip(1.0), optim.offload(optim.sgd(0.1), ratio=0.5, params=True))
     step = fzero.shard(lambda p, s: (p, s), stage=3, mesh=fzero.mesh(dp=2))

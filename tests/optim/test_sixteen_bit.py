@@ -33,7 +33,7 @@ def test_a_second_moment_decays_although_each_step_is_less_than_a_last_bit():
     assert state.nu.values.double().mean() / first == pytest.approx(0.999**300, rel=3e-3)
 
 
-def test_an_update_is_adams_on_the_rounded_moments():
+def test_a_sixteen_bit_update_is_adams_on_the_rounded_moments():
     w, g = normal((30, 40), 0, torch.float32), normal((30, 40), 1, torch.float32)
     exact, opt = optim.adamw(1e-2), optim.adamw(1e-2, moments=EVERY)
     _, state = opt.update(g, opt.init(w), w)
@@ -127,7 +127,7 @@ KINDS = {
 @example([(700,), (), (0,), (3, 100)], "one unit", EVERY, "adamw", 7, 3, 0)
 @example([(1,), (7,)], "one unit", EVERY, "lion", 8, 2, 0)
 @example([(2, 2, 300), (7,), (512, 2)], "one unit", optim.Moments("bfloat16", full=some_are_full), "adamw", 5, 1, 1)
-def test_numbers_do_not_depend_on_the_layout(shapes, rule, full, kind, n, stage, seed):
+def test_sixteen_bit_training_does_not_depend_on_the_layout(shapes, rule, full, kind, n, stage, seed):
     """On any number of ranks, at any stage, in any units, of sizes that do not divide: every bit is equal."""
     params, opt = params_of_shapes(shapes, seed), KINDS[kind](full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
@@ -139,7 +139,7 @@ def test_numbers_do_not_depend_on_the_layout(shapes, rule, full, kind, n, stage,
 
 
 @pytest.mark.parametrize("dims", [{"w": 1}, {"w": 0, "e": 0}, {"w": 1, "e": 2}], ids=str)
-def test_parts_of_split_leaves_have_the_numbers_of_the_whole(dims):
+def test_sixteen_bit_moments_of_split_leaves_equal_those_of_whole_leaves(dims):
     params = {"w": normal((8, 6), 0, torch.float32), "e": normal((4, 3, 2), 1, torch.float32)}
     opt = optim.adamw(1e-2, moments=optim.Moments("bfloat16", full=lambda path, leaf: path == "e"))
 
@@ -162,7 +162,7 @@ def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
     return sum([(p * p).sum() * x.mean() + p.sum() for p in tree.tensors(params)], torch.zeros(()))
 
 
-def test_a_rank_holds_four_bytes_an_element():
+def test_sixteen_bit_moments_take_four_bytes_an_element():
     params, opt = big_params(), optim.adamw(1e-2, moments="bfloat16")
     step = fzero.shard(train_step_for(loss_of, opt), 3, fzero.mesh(dp=4))
     _, state = step.init(params, opt)
@@ -202,7 +202,7 @@ def test_a_plan_holds_one_unit_in_float32():
 
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_jitted_step_equals_the_eager_one(backend):
+def test_a_jitted_sixteen_bit_step_equals_the_eager_one(backend):
     params, opt = big_params(), optim.adamw(1e-2, moments="bfloat16")
     step = fzero.shard(train_step_for(loss_of, opt), 3, fzero.mesh(dp=3))
     jitted = fzero.jit(step, backend=backend)
@@ -239,7 +239,7 @@ CONVERTIBLE = {
 @pytest.mark.parametrize("other,error", [(None, 2.0**-7), ("int8", 0.08)])
 @pytest.mark.parametrize("name", CONVERTIBLE)
 @pytest.mark.parametrize("stage", cases((3,), [0]))
-def test_states_convert_between_kinds(name, stage, other, error):
+def test_sixteen_bit_states_convert_to_other_kinds_of_moments(name, stage, other, error):
     params, make = big_params(), CONVERTIBLE[name]
     opts = [make(other), make("bfloat16")]
     steps = [fzero.shard(step_of(opt), stage, fzero.mesh(dp=3)) for opt in opts]
@@ -258,7 +258,7 @@ def test_states_convert_between_kinds(name, stage, other, error):
         steps[1](steps[1].init(params, opts[1])[0], state, steps[1].mesh.split(torch.ones(3)))
 
 
-def test_a_loss_scale_skips_all_of_a_moment():
+def test_a_skipped_step_changes_no_part_of_a_sixteen_bit_moment():
     params = {"w": normal((64, 80), 0, torch.float32)}
     opt = optim.dynamic_loss_scale(optim.adamw(1e-2, moments="bfloat16"))
     _, state = opt.update(params, opt.init(params), params)

@@ -22,7 +22,7 @@ def like(x: Any) -> Any:
     return tree.map(lambda t: t.to(torch.bfloat16), x)
 
 
-def test_a_value_becomes_a_neighbour_and_the_mean_is_the_value():
+def test_stochastic_rounding_gives_a_neighbour_whose_mean_is_the_value():
     x, n = normal((64,), 0, torch.float32), either(1500, 4000)
     draws = torch.stack([_round_tree(x, like(x), random.key(seed)).float() for seed in range(n)])
     lower, upper = draws.amin(0), draws.amax(0)
@@ -34,7 +34,7 @@ def test_a_value_becomes_a_neighbour_and_the_mean_is_the_value():
     assert abs(error.mean()) < 5 * 0.5 / (64 * n) ** 0.5
 
 
-def test_what_bfloat16_holds_stays():
+def test_stochastic_rounding_keeps_values_that_bfloat16_holds():
     x = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf"), float("nan")])
     largest = torch.finfo(torch.bfloat16).max
     expected = torch.tensor([0.0, -0.0, 1.0, -3.5, largest, -largest, float("nan")])
@@ -42,7 +42,7 @@ def test_what_bfloat16_holds_stays():
         assert_trees_close(_round_tree(x, like(x), random.key(seed)).float(), expected, 0.0)
 
 
-def test_small_updates_add_up():
+def test_small_updates_add_up_under_stochastic_rounding():
     """A thousand updates of an eighth of the last bit: rounding to the nearest would lose each."""
     opt, params = optim.stochastic_rounding(optim.sgd(2.0**-11), BFLOAT16, random.key(0)), {"w": torch.ones(2000)}
     state, params = opt.init(params), BFLOAT16.cast(params)
@@ -82,7 +82,7 @@ SHAPES = [(), (0,), (1,), (7,), (30, 20), (3, 256), (2, 5, 30)]
 )
 @example([(30, 20), (), (0,), (7,)], "one unit", 7, 3, "int8")
 @example([(1,), (7,), (2, 5, 30)], None, 4, 2, None)
-def test_numbers_do_not_depend_on_the_layout(shapes, rule, n, stage, moments):
+def test_stochastic_rounding_does_not_depend_on_the_layout(shapes, rule, n, stage, moments):
     leaves = [normal(shape, i, torch.float32) for i, shape in enumerate(shapes)]
     rest = {str(i): x for i, x in enumerate(leaves)}  # of which two are tied to the first
     params = {"first": leaves[:2], "norm": normal((9,), 9, torch.float32), "rest": rest}
@@ -108,7 +108,7 @@ def test_parts_of_split_leaves_have_the_draws_of_the_whole(dims):
     assert_trees_close(step.gather(state), step_of(opt)(*start(params, opt), torch.ones(6)), 0.0)
 
 
-def test_a_jitted_step_equals_the_eager_one():
+def test_a_jitted_step_with_stochastic_rounding_equals_the_eager_one():
     params = {"w": normal((30, 20), 0, torch.float32), "norm": torch.ones(30)}
     opt = optim.stochastic_rounding(optim.adamw(1e-2), BFLOAT16, random.key(3))
     step = fzero.shard(step_of(opt), 3, fzero.mesh(dp=3))
@@ -120,7 +120,7 @@ def test_a_jitted_step_equals_the_eager_one():
     assert_trees_close(fast, eager, 0.0)
 
 
-def test_steps_and_leaves_have_draws_of_their_own():
+def test_stochastic_rounding_draws_anew_for_each_step_and_leaf():
     x = {"a": torch.full((999,), 1.001), "b": torch.full((999,), 1.001)}
     opt = optim.stochastic_rounding(optim.sgd(0.0), BFLOAT16, random.key(0))
     first = _round_tree(x, like(x), random.key(0))
@@ -139,6 +139,6 @@ def test_steps_and_leaves_have_draws_of_their_own():
         (torch.bfloat16, "precision=torch.bfloat16: expected a policy"),
     ],
 )
-def test_other_policies_are_refused(precision, message):
+def test_stochastic_rounding_refuses_other_precision_policies(precision, message):
     with pytest.raises((TypeError, ValueError), match=message):
         optim.stochastic_rounding(optim.sgd(0.1), precision, random.key(0))

@@ -152,7 +152,7 @@ def test_a_masked_optimizer_without_state_starts_without_memory():
     assert (memory.peak or 0) < 100
 
 
-def test_what_a_masked_optimizer_does_not_see_may_be_nan():
+def test_a_masked_optimizer_ignores_nan_in_other_leaves():
     params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
     grads = {"w": torch.ones(2, 2), "b": torch.full((2,), math.nan)}
     opt = optim.masked(optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)), matrices)
@@ -174,7 +174,7 @@ def test_a_masked_optimizer_sees_zeros_for_the_other_parameters():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_groups_of_links_are_torchs_groups_with_one_set_of_moments(stage):
+def test_chained_masked_links_equal_torchs_param_groups(stage):
     """One scale_by_adam, and rates and decays by mask: docs/recipes.md has it for parameter groups."""
     opt = optim.chain(
         optim.scale_by_adam(),
@@ -265,7 +265,7 @@ def test_averaged_parameters_equal_torch_averaged_model(stage):
 
 
 @given(decay=st.floats(0, 0.999), steps=st.integers(1, 5))
-def test_a_debiased_average_is_the_weighted_mean_of_what_it_saw(decay, steps):
+def test_a_debiased_average_is_the_weighted_mean_of_all_parameters_so_far(decay, steps):
     records = [{"w": normal((4,), i)} for i in range(steps)]
     weights = torch.tensor([decay ** (steps - 1 - i) for i in range(steps)], dtype=torch.float64)
     expected = (weights / weights.sum()) @ torch.stack([x["w"] for x in records])
@@ -308,13 +308,13 @@ def test_an_average_of_half_precision_parameters_may_be_float32(stage):
         optim.lion(0.1),
     ],
 )
-def test_an_optimizer_that_needs_the_parameters_says_what_to_pass(opt):
+def test_an_update_without_the_parameters_that_it_needs_is_refused_with_a_remedy(opt):
     params = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"opt.update\(grads, state, params\)"):
         opt.update(params, opt.init(params))
 
 
-def test_no_decay_needs_no_parameters():
+def test_an_optimizer_without_decay_needs_no_parameters():
     grads = {"w": torch.ones(2)}
     assert optim.add_decayed_weights(0.0).update(grads, ())[0] is grads
     assert optim.lion(0.1, weight_decay=0).update(grads, optim.lion(0.1).init(grads))[0]["w"].tolist() != [0, 0]
@@ -392,7 +392,7 @@ def test_any_injected_number_gives_the_numbers_of_the_plain_optimizer():
         assert set(injected.init(params).hyperparams) >= set(arguments)
 
 
-def test_injection_says_which_argument_is_wrong():
+def test_the_error_of_inject_hyperparams_names_its_wrong_argument():
     with pytest.raises(ValueError, match=r"static_args=\['masks'\]: expected some of the arguments of .*adamw"):
         optim.inject_hyperparams(optim.adamw, static_args="masks")
     with pytest.raises(ValueError, match=r'\'mask\': its schedule returned .*static_args=\("mask",\)'):

@@ -33,14 +33,14 @@ OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if 
 
 
 @pytest.mark.parametrize("stage,backend", [*QUICK, *[pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS]])
-def test_every_stage_has_the_numbers_of_the_loop_and_its_dropout(stage, backend):
+def test_every_stage_has_the_losses_and_dropout_of_the_accelerate_loop(stage, backend):
     epochs = either(2, 5)  # of 10 batches: 3 steps of 3, and one of 1
     plain, sharded = with_accelerate(epochs, 0.1), with_fzero(epochs, 0.1, stage, backend)
     assert len(plain.losses) == len(plain.norms) == 4 * epochs and len(plain.predictions) == 14
     assert_alike(sharded, plain)
 
 
-def test_a_state_is_saved_and_goes_on_at_another_stage(tmp_path):
+def test_a_state_of_accelerate_resumes_at_another_stage(tmp_path):
     whole = with_accelerate(3, 0.0, shuffle=False)
     first = with_fzero(2, 0.0, 3, save=str(tmp_path), shuffle=False)
     rest = with_fzero(1, 0.0, 1, "fx", load=str(tmp_path), shuffle=False)
@@ -50,7 +50,7 @@ def test_a_state_is_saved_and_goes_on_at_another_stage(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
+def test_accelerate_on_processes_trains_as_ddp_and_one_process_resumes(tmp_path):
     done = world(2, "-m", "tests.plugs.train_accelerate", str(tmp_path), "1", "3")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     options: dict[str, Any] = {"rows": 80, "batch": 8, "shuffle": False}
@@ -61,7 +61,7 @@ def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_have_ddps_numbers_over_twenty_steps(tmp_path):
+def test_accelerate_on_processes_has_ddps_losses_over_twenty_steps(tmp_path):
     done = world(2, "-m", "tests.plugs.train_accelerate", str(tmp_path), "5", "0123")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 

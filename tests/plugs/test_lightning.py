@@ -38,7 +38,7 @@ def assert_alike(plain: Any, sharded: Any, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("stage", cases([3], range(3)))
-def test_every_stage_has_the_numbers_of_the_trainer_and_its_dropout(tmp_path, stage):
+def test_every_stage_has_the_losses_and_dropout_of_the_lightning_trainer(tmp_path, stage):
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}  # 10 batches an epoch
     plain, sharded = train(tmp_path, **options), train(tmp_path, plug.Strategy(stage), **options)
     assert plain[1].global_step == 20 and len(plain[0].losses) == 50
@@ -54,7 +54,7 @@ def test_every_stage_has_the_numbers_of_the_trainer_and_its_dropout(tmp_path, st
     torch.testing.assert_close(module.eval().loss(batch), plain[0].eval().loss(batch), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_are_clipped_by_value(tmp_path):
+def test_lightning_clips_gradients_by_value(tmp_path):
     options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_steps": 6}
     assert_alike(train(tmp_path, **options), train(tmp_path, plug.Strategy(2), **options))
 
@@ -72,7 +72,7 @@ class SkipsUpdates(Regression):
 
 
 @pytest.mark.slow
-def test_a_module_may_decide_about_updates(tmp_path):
+def test_a_lightning_module_may_skip_updates(tmp_path):
     plain, sharded = [train(tmp_path, s, SkipsUpdates, max_epochs=1, max_steps=-1) for s in ("auto", plug.Strategy(3))]
     assert_alike(plain, sharded)
 
@@ -106,7 +106,7 @@ class Normalized(Regression):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_statistics_metrics_frozen_and_tied_weights_are_those_of_lightning(tmp_path, stage):
+def test_statistics_metrics_frozen_and_tied_weights_are_as_in_plain_lightning(tmp_path, stage):
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1}
     plain, sharded = (
         train(tmp_path, "auto", Normalized, **options),
@@ -156,7 +156,7 @@ def test_callbacks_of_lightning_see_the_values_of_a_plain_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
+def test_lightning_on_processes_trains_as_ddp_and_one_process_resumes(tmp_path):
     done = world(2, "-m", "tests.plugs.train_lightning", str(tmp_path), "3", "2", "0.0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     logged = json.loads((tmp_path / "done.json").read_text())
@@ -173,7 +173,7 @@ def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_processes_have_ddps_numbers_over_twenty_steps_and_its_dropout(tmp_path, stage):
+def test_lightning_on_processes_has_ddps_losses_over_twenty_steps(tmp_path, stage):
     done = torchrun(2, "-m", "tests.plugs.train_lightning", str(tmp_path), str(stage), "4", "0.1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -185,7 +185,7 @@ def test_lightning_may_launch_the_processes(tmp_path):
     assert (tmp_path / "done.json").exists()
 
 
-def test_evaluation_alone_and_a_second_fit(tmp_path):
+def test_lightning_validates_without_fit_and_fits_a_second_time(tmp_path):
     plain, sharded = Regression(), Regression()
     sharded.load_state_dict(plain.state_dict())
     results = []
@@ -201,7 +201,7 @@ def test_evaluation_alone_and_a_second_fit(tmp_path):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
-def test_weights_within_fit_and_a_save_after_it(tmp_path):
+def test_a_lightning_callback_reads_weights_within_fit_and_saves_after_it(tmp_path):
     class Looks(Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             assert all(p.is_meta for p in pl_module.parameters())
@@ -220,7 +220,7 @@ def test_weights_within_fit_and_a_save_after_it(tmp_path):
     assert len(again.losses) == 10 and len(whole.losses) == 20
 
 
-def test_a_module_that_is_too_large_for_the_host(tmp_path):
+def test_lightning_builds_a_module_on_meta_that_is_too_large_for_the_host(tmp_path):
     strategy = plug.Strategy(3, full_weights=False)
     saving = ModelCheckpoint(tmp_path, "{step}")
     options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": 1, "max_steps": -1}
@@ -239,7 +239,7 @@ TRUE = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", TRUE)
-def test_a_true_precision_trains_in_its_dtype(tmp_path, precision):
+def test_lightnings_true_precision_trains_in_its_dtype(tmp_path, precision):
     make, options = functools.partial(Regression, 0.0), {"max_steps": 8, "precision": precision}
     plain, sharded = train(tmp_path, make=make, **options), train(tmp_path, plug.Strategy(3), make, **options)
     dtypes = {x.dtype for x in [*sharded[1].strategy._engine.params.values(), *sharded[0].parameters()]}
@@ -298,7 +298,7 @@ class LanguageModel(lightning.LightningModule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_language_model_of_transformers_trains_alike(tmp_path, stage):
+def test_a_transformers_model_trains_under_lightning_as_in_the_plain_loop(tmp_path, stage):
     results = []
     for strategy in ("auto", plug.Strategy(stage)):
         lightning.seed_everything(0, verbose=False)
@@ -381,7 +381,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_cannot_hold_is_named(tmp_path, name):
+def test_an_unsupported_setting_of_the_lightning_strategy_is_named(tmp_path, name):
     kind, options, message = REFUSED[name]
     module = kind()
     trainer = make_trainer(tmp_path, plug.Strategy(3), **options)

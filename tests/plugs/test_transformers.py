@@ -40,7 +40,7 @@ OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if 
 
 
 @pytest.mark.parametrize("stage,backend", [*QUICK, *[pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS]])
-def test_every_stage_has_trainers_numbers_and_its_dropout(tmp_path, stage, backend):
+def test_every_stage_has_the_losses_and_dropout_of_trainer(tmp_path, stage, backend):
     options = {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
     options["max_steps"] = either(6, 20)
     assert_trains_alike(tmp_path, stage, backend, dropout=0.1, max_grad_norm=0.5, **options)
@@ -48,13 +48,13 @@ def test_every_stage_has_trainers_numbers_and_its_dropout(tmp_path, stage, backe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param("fx", marks=pytest.mark.slow), None])
-def test_dropout_goes_on_after_an_evaluation(tmp_path, backend):
+def test_dropout_of_trainer_continues_after_an_evaluation(tmp_path, backend):
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
     assert_trains_alike(tmp_path, 3, backend, dropout=0.1, activation_checkpointing=backend is None, **options)
 
 
 @pytest.mark.slow
-def test_inductor_has_trainers_numbers(tmp_path):
+def test_training_with_inductor_has_the_losses_of_trainer(tmp_path):
     assert_trains_alike(tmp_path, 3, "inductor", gradient_accumulation_steps=3)
 
 
@@ -83,7 +83,7 @@ def test_micro_batches_of_different_lengths_train_alike(tmp_path, backend):
     assert_trains_alike(tmp_path, 3, backend, data_collator=pad, gradient_accumulation_steps=2)
 
 
-def test_losses_of_other_kinds_train_as_in_the_plain_trainer(tmp_path):
+def test_custom_losses_train_as_in_the_plain_trainer(tmp_path):
     def shifted_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         flat = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         return torch.nn.functional.cross_entropy(*flat, reduction="sum") / num_items_in_batch
@@ -173,7 +173,7 @@ def test_optimizers_with_groups_train_as_in_the_plain_trainer(tmp_path, name):  
     torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
 
 
-def test_resuming_is_going_on(tmp_path):
+def test_a_resumed_trainer_equals_an_uninterrupted_one(tmp_path):
     options: dict[str, Any] = {"dropout": 0.1, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
     options |= {"save_strategy": "steps", "save_steps": 3}
     whole = plug.shard_trainer(make_trainer(tmp_path, **options), stage=3, backend=either(None, "fx"))
@@ -185,7 +185,7 @@ def test_resuming_is_going_on(tmp_path):
     torch.testing.assert_close(weights(plug.full_model(resumed)), weights(plug.full_model(whole)), rtol=1e-5, atol=1e-6)
 
 
-def test_saved_folders_are_transformers_own(tmp_path):
+def test_folders_that_the_trainer_saves_load_in_transformers(tmp_path):
     trainer = plug.shard_trainer(make_trainer(tmp_path), stage=3, backend=either(None, "fx"))
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
@@ -195,7 +195,7 @@ def test_saved_folders_are_transformers_own(tmp_path):
 
 
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_best_model_is_loaded_at_the_end(tmp_path, bf16):
+def test_trainer_loads_the_best_model_at_the_end(tmp_path, bf16):
     options: dict[str, Any] = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the largest loss is the first
     plain = make_trainer(tmp_path / "plain", **options)
@@ -213,7 +213,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, bf16):
 
 
 @pytest.mark.slow
-def test_processes_train_as_ddp_does_and_one_goes_on(tmp_path):
+def test_trainer_on_processes_trains_as_ddp_and_one_process_resumes(tmp_path):
     done = either(world, torchrun)(2, "-m", "tests.plugs.train", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # one process goes on, with the same global batch
@@ -283,7 +283,7 @@ def test_running_statistics_pass_from_one_micro_batch_to_the_next(tmp_path):
     torch.testing.assert_close(state, plain_state, rtol=1e-5, atol=1e-5)
 
 
-def test_predictions_are_trainers(tmp_path):
+def test_predictions_of_the_sharded_trainer_equal_trainers(tmp_path):
     plain, sharded = make_trainer(tmp_path), plug.shard_trainer(make_trainer(tmp_path), stage=3)
     expected, actual = plain.predict(documents(5)), sharded.predict(documents(5))
     assert actual.predictions.shape == (5, 8, 97)
@@ -411,7 +411,7 @@ class ChangesLimit(TrainerCallback):
         args.max_grad_norm = 0.5
 
 
-def test_a_limit_of_gradients_that_changes_is_refused(tmp_path):
+def test_changing_max_grad_norm_during_training_is_refused(tmp_path):
     sharded = plug.shard_trainer(make_trainer(tmp_path, callbacks=[ChangesLimit()]), stage=3, backend=None)
     with pytest.raises(ValueError, match=r"max_grad_norm was 1\.0 and is 0\.5 now"):
         sharded.train()
@@ -468,7 +468,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_cannot_hold_is_named(tmp_path, name):
+def test_an_unsupported_setting_of_the_trainer_is_named(tmp_path, name):
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         plug.shard_trainer(make(tmp_path), stage=3)

@@ -59,7 +59,7 @@ def make(kind: str, lora: bool, folder: Any) -> Any:
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_numbers_are_those_of_the_trainer(tmp_path, kind, lora, stage):
+def test_a_sharded_trl_trainer_has_the_losses_of_the_plain_one(tmp_path, kind, lora, stage):
     plain = make(kind, lora, tmp_path)
     before = [p.clone() for p in weights(plain.model)]
     sharded = plug.shard_trainer(make(kind, lora, tmp_path), stage=stage)

@@ -61,13 +61,13 @@ def test_all_keys_made_of_a_key_differ_from_each_other_and_from_its_draws():
 
 
 @pytest.mark.parametrize("wrong", [3, torch.ones(2, dtype=torch.int64), torch.ones(()), torch.Generator()])
-def test_another_value_than_a_key_is_refused(wrong):
+def test_random_functions_refuse_a_value_that_is_no_key(wrong):
     for f in (random.split, lambda k: random.fold_in(k, 0), lambda k: random.uniform(k, (2,)), random.seeded(len)):
         with pytest.raises(TypeError, match=r"expected an int64 tensor of shape \[\]"):
             f(wrong)
 
 
-def test_another_value_than_a_number_is_refused():
+def test_random_functions_refuse_wrong_numbers():
     k = random.key(0)
     for wrong in (1.5, "a", torch.tensor(1), True, None):
         with pytest.raises(TypeError, match=r"seed=.*expected an int"):
@@ -106,7 +106,7 @@ def test_bits_are_balanced_and_neighbours_independent(name):
         assert abs(((counts - expected) ** 2 / expected).sum().item() - 4095) < 5 * math.sqrt(2 * 4095)
 
 
-def test_near_keys_do_not_draw_each_others_numbers_in_another_order():
+def test_draws_of_near_keys_are_no_permutations_of_each_other():
     """The counter is xored with the key: were that all, keys that differ in low bits had the same set of numbers."""
     k = random.key(5)
     for other in (k ^ 1, k ^ 255, k + 1):
@@ -122,7 +122,7 @@ def test_a_bit_of_the_key_changes_half_the_bits_of_a_draw():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_numbers_have_their_distribution(dtype):
+def test_uniform_and_normal_draws_have_their_distribution(dtype):
     k = random.key(3)
     u, x = random.uniform(k, (N,), dtype), random.normal(k, (N,), dtype)
     assert u.dtype == x.dtype == dtype and u.min() >= 0 and u.max() < 1
@@ -135,7 +135,7 @@ def test_numbers_have_their_distribution(dtype):
             assert (cdf - steps).abs().max() * math.sqrt(N) < 2
 
 
-def test_float64_has_53_bits():
+def test_uniform_draws_in_float64_have_53_random_bits():
     u = random.uniform(random.key(0), (1000,), torch.float64) * 2**53
     assert u.equal(u.round()) and (u.long() & 1).sum() not in (0, 1000)
 
@@ -168,7 +168,7 @@ def test_dropout_drops_scales_and_differentiates():
 
 
 @pytest.mark.slow
-def test_compiled_draws_are_the_eager_ones():
+def test_compiled_draws_by_key_equal_the_eager_ones():
     """In Inductor's C++ loops too, which may assume that what counts elements does not overflow."""
     k = random.key(1)
 
@@ -245,7 +245,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", cases([*SAMPLES][::2], SAMPLES))
-def test_torch_draws_from_the_key_what_it_would_draw_itself(name, untouched):
+def test_torch_functions_with_a_key_draw_as_torch_does_from_a_seed(name, untouched):
     f = SAMPLES[name]
     g = random.seeded(f)
     x = g(random.key(1))
@@ -263,7 +263,7 @@ def test_torch_draws_from_the_key_what_it_would_draw_itself(name, untouched):
         assert torch.vmap(lambda _: g(random.key(1)), randomness="different")(torch.ones(2))[1].equal(x)
 
 
-def test_what_draws_nothing_stays_as_it_is(untouched):
+def test_operations_without_random_numbers_run_unchanged_under_seeded(untouched):
     def f(x):
         evaluation = nn.Dropout(0.5).eval()(F.dropout(x, 0.0)), F.rrelu(x), F.dropout2d(x, training=False)
         q = x.unflatten(-1, (2, 2))
@@ -299,7 +299,7 @@ def test_attention_with_dropout_is_that_of_the_definition(name):
 
 
 @pytest.mark.parametrize("need_weights", cases([False], [True]))
-def test_modules_draw_inside(need_weights, untouched):
+def test_modules_within_a_seeded_function_draw_from_the_key(need_weights, untouched):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         attention, layer = nn.MultiheadAttention(8, 2, dropout=0.5), nn.TransformerEncoderLayer(8, 2, 16, 0.5)
@@ -323,7 +323,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_draw_by_key_is_refused_by_name(name, untouched):
+def test_random_operations_without_a_draw_by_key_are_refused_by_name(name, untouched):
     f, operation = REFUSED[name]
     g, one = random.seeded(f), torch.ones(2)
     for run in (
@@ -338,7 +338,7 @@ def test_what_has_no_draw_by_key_is_refused_by_name(name, untouched):
     assert torch.rand(0).shape == (0,) and F.dropout(one, 1.0).sum() == 0  # all modes are off again
 
 
-def test_draws_that_would_be_alike_without_a_word_are_refused():
+def test_draws_that_would_repeat_in_a_nested_world_are_refused():
     drop, x, k = random.seeded(lambda x: F.dropout(x)), torch.ones(3, 64), random.key(0)
     for kind in ("error", "different"):
         with pytest.raises(RuntimeError, match="a vmap inside draws random numbers"):
@@ -362,7 +362,7 @@ def test_a_nested_function_has_its_own_key():
     assert a.equal(plain[0]) and c.equal(plain[1])
 
 
-def test_what_runs_again_can_draw_again():
+def test_a_rematerialised_block_repeats_its_draws():
     """As rematerialisation does, with the key as an argument."""
     assert _seeded.next_key() is None
     block = lambda x: F.dropout(x, 0.5)  # noqa: E731
@@ -376,7 +376,7 @@ def test_what_runs_again_can_draw_again():
     assert after.equal(random.seeded(lambda: (torch.rand(()), torch.rand(3))[1])(random.key(0)))
 
 
-def test_a_draw_without_a_size_is_torchs_error(untouched):
+def test_a_draw_without_a_size_raises_torchs_error(untouched):
     with pytest.raises(TypeError, match="rand"):
         random.seeded(lambda: torch.rand())(random.key(0))
 
@@ -392,7 +392,7 @@ DRAWS_OF_NOTHING = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo
         pytest.param(lambda x: F.dropout(x, 0.5) + torch.rand(7) + torch.randn(7), marks=DRAWS_OF_NOTHING),
     ],
 )
-def test_dynamo_traces_it(f, untouched):
+def test_dynamo_traces_a_seeded_function(f, untouched):
     torch.compiler.reset()
     g = torch.func.grad(lambda x, k: random.seeded(f)(k, x).square().sum())
     compiled = torch.compile(g, fullgraph=True, backend="aot_eager")
@@ -409,7 +409,7 @@ def test_dynamo_traces_it(f, untouched):
     size=st.integers(1, 5),
 )
 @examples(5, 15)
-def test_simulations_draw_the_same_and_ranks_differ(shape, seed, size):
+def test_both_simulations_draw_alike_and_ranks_draw_differently(shape, seed, size):
     k, x = random.key(seed), torch.ones(size, 4)
     program = lambda k, x: PerRank(random.seeded(masks)(k, k, x))  # noqa: E731
     n = math.prod(shape.values())
@@ -460,7 +460,7 @@ def test_parameters_are_made_by_key(simulate, untouched):
         assert_trees_close(step.gather(params), made_by(random.key(2)), rtol=0)
 
 
-def test_a_step_that_goes_on_later_draws_what_it_would_have():
+def test_a_resumed_step_draws_the_numbers_of_an_uninterrupted_one():
     opt, mesh, key = optim.adam(1e-2), fzero.mesh(dp=2), random.key(4)
     step = fzero.shard(keyed_step(opt), stage=2, mesh=mesh)
 

@@ -40,7 +40,7 @@ seeds = st.integers(0, 2**31)
 @small_rows
 @examples(30, 60)
 @given(shapes, st.sampled_from(DTYPES), seeds, st.data())
-def test_strides_and_offsets_do_not_count(shape, dtype, seed, data):
+def test_a_checksum_does_not_depend_on_strides_and_offsets(shape, dtype, seed, data):
     """Whatever view a tensor is, it has the checksum of a copy."""
     x = drawn(shape, dtype, seed)
     expected = checksum(x.clone())
@@ -67,7 +67,7 @@ def test_lazily_conjugated_or_negated_and_expanded_tensors_are_read_as_their_val
 @small_rows
 @examples(30, 60)
 @given(shapes.filter(lambda s: math.prod(s) > 1), st.sampled_from(DTYPES), seeds, st.data())
-def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, data):
+def test_a_checksum_tells_a_flipped_bit_and_two_swapped_ones(shape, dtype, seed, data):
     """Of one element any bit, the sign among them; of two elements their order, however far they are apart."""
     x = drawn(shape, dtype, seed).contiguous()
     flat = x.view(-1)
@@ -87,7 +87,7 @@ def test_a_changed_bit_and_two_that_change_places_are_seen(shape, dtype, seed, d
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(64, 64), (2048, 256), (512, 1024)], ids=str)
-def test_regular_differences_are_seen(shape, dtype):
+def test_a_checksum_tells_regular_differences(shape, dtype):
     """Ranks that took another sign for a column (as a qr may), a transpose, or the rows in another order."""
     x = torch.randn(shape).to(dtype)
     columns, rows = x.clone(), x.clone()
@@ -98,14 +98,14 @@ def test_regular_differences_are_seen(shape, dtype):
 
 
 @small_rows
-def test_rows_of_words_that_change_places_are_seen():
+def test_a_checksum_tells_swapped_rows():
     """The same words lie over each other then."""
     x = torch.randn(5, _agreement._WORDS)
     sums = {checksum(y).item() for y in (x, x.flip(0), x.roll(1, 0), x[[1, 0, 2, 3, 4]], x[[0, 3, 2, 1, 4]])}
     assert len(sums) == 5
 
 
-def test_nans_are_bits():
+def test_a_checksum_tells_nans_by_their_bits():
     x = torch.full((1000,), math.nan)
     assert checksum(x) == checksum(x.clone())
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))

@@ -98,7 +98,7 @@ def test_a_rank_that_is_late_is_waited_for(late):
 
 
 @pytest.mark.parametrize("absent", [1, 2])
-def test_every_rank_that_came_names_the_one_that_did_not(absent):
+def test_every_rank_names_the_one_that_did_not_arrive(absent):
     store = dist.HashStore()
     assert len(set(meet(store, [0, 1, 2], 3))) == 1  # they were all there once
     there = [r for r in range(3) if r != absent]
@@ -107,14 +107,14 @@ def test_every_rank_that_came_names_the_one_that_did_not(absent):
 
 
 @pytest.mark.parametrize("late,who", [({2: 0.6}, "rank 2"), ({0: 0.6}, "rank 0"), ({1: 0.2}, None)])
-def test_the_log_says_early_who_has_not_come(late, who, caplog):
+def test_the_log_names_missing_ranks_before_the_timeout(late, who, caplog):
     """After a sixth of the timeout, half a second here."""
     assert len(set(meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late=late))) == 1
     text = f"{who} did not come to the first mesh within 0 s; this rank gives up 3 s after the last one has come"
     assert [r.message for r in caplog.records] == ([text] * (2 if who == "rank 0" else 1) if who else [])
 
 
-def test_the_time_of_rank_0_counts_for_those_who_met_it():
+def test_ranks_that_met_rank_0_wait_by_its_clock():
     """A rank that came early does not leave while rank 0, which came later, still waits for another."""
     result = meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late={0: 1.5, 2: 3.75})
     assert len(set(result)) == 1, result
@@ -158,7 +158,7 @@ def test_a_rank_that_waits_for_the_outcome_notices_the_end_of_rank_0(what, monke
         assert isinstance(first.result(), Dead)
 
 
-def test_without_rank_0_nobody_meets():
+def test_without_rank_0_no_ranks_meet():
     store = dist.HashStore()
     meet(store, [0, 1, 2], 3)
     result = meet(store, [1, 2], 3, timeout=0.2)
@@ -172,7 +172,7 @@ deaths = st.integers(2, 3).flatmap(
 
 @settings(max_examples=25)
 @given(st.lists(deaths, min_size=1, max_size=2), st.integers(2, 4), st.randoms(use_true_random=False))
-def test_whatever_the_dead_have_said_the_living_meet(generations, size, chance: random.Random):
+def test_ranks_meet_in_spite_of_messages_from_dead_ranks(generations, size, chance: random.Random):
     store = dist.HashStore()
     for dead_size, dies_at in generations:
         generation_of_the_dead(store, dead_size, dies_at)

@@ -44,7 +44,7 @@ def test_a_rank_that_never_arrives_is_named_in_time():
     assert f"RuntimeError: rank 1 did not arrive within 3 s: 2 processes should meet at localhost:{port}" in err
 
 
-def test_without_rank_0_nobody_can_meet():
+def test_launching_without_rank_0_fails_and_names_it():
     err = alone(3, **rank_variables(1, 2, free_port())).stderr
     assert "RuntimeError: rank 1 did not reach rank 0 within 3 s: 2 processes should meet at localhost" in err
 
@@ -103,7 +103,7 @@ def test_a_variable_that_is_wrong_is_named(monkeypatch, name, value, message):
         fzero.mesh(dp=-1)
 
 
-def test_a_batch_script_is_alone(monkeypatch):
+def test_an_sbatch_script_without_srun_is_a_world_of_one(monkeypatch):
     """In an sbatch script Slurm's variables tell of tasks that only srun starts."""
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
@@ -119,7 +119,7 @@ def test_torchruns_variables_go_before_slurms(monkeypatch):
     assert find_world() == (5, 16, 1, "localhost:1234")
 
 
-def test_where_slurms_tasks_meet(monkeypatch):
+def test_slurms_tasks_meet_at_the_first_node(monkeypatch):
     variables = {**slurms(3, 8, 123456), "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_ID": 2, "SLURM_LOCALID": 1}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))

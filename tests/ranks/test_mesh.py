@@ -85,7 +85,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
 
 
-def test_a_gpu_that_is_not_there_is_named_where_others_are(two_gpus):
+def test_the_error_for_a_missing_gpu_says_how_many_there_are(two_gpus):
     names: list[Any] = ["cuda:7", "xpu", 0]
     for device in names:
         with pytest.raises(
@@ -114,7 +114,7 @@ def test_a_process_takes_the_accelerator_of_its_local_rank(two_gpus, monkeypatch
 
 
 @pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo"])
-def test_a_process_group_that_exists_decides(two_gpus, monkeypatch, config):
+def test_a_mesh_uses_the_device_of_an_existing_process_group(two_gpus, monkeypatch, config):
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
     world = World(rank=0, size=8, local_rank=0, address="")
     expected = (
@@ -124,7 +124,7 @@ def test_a_process_group_that_exists_decides(two_gpus, monkeypatch, config):
     assert find_device("cuda", world) == torch.device("cuda", 1)
 
 
-def test_a_size_alone_that_does_not_divide():
+def test_an_axis_that_does_not_divide_the_world_is_refused():
     with pytest.raises(ValueError, match="dp=-1, tp=3, simulated_ranks=8: 8 is not divisible by 3"):
         fzero.mesh(dp=-1, tp=3, simulated_ranks=8)
     with pytest.raises(ValueError, match="dp=-1, tp=8, simulated_ranks=4: 4 is not divisible by 8"):

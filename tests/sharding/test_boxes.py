@@ -14,7 +14,7 @@ from tests.helpers import examples
 
 @examples(17, 100)
 @given(params_of(), st.integers(0, 3), st.integers(1, 4), st.sampled_from([None, "dp"]))
-def test_a_cut_leaf_answers_for_the_whole_one(params, stage, n, split):
+def test_a_box_has_the_shape_and_numel_of_the_full_leaf(params, stage, n, split):
     layout = Layout({"dp": n, "tp": 2} if split else {"dp": n}, stage, split, split=split is not None)
     _, state = state_in(layout, params)
     paths, whole, _ = tree.flatten_with_paths(params)
@@ -26,7 +26,7 @@ def test_a_cut_leaf_answers_for_the_whole_one(params, stage, n, split):
     assert tree.numel(state["params"]) == tree.numel(params) == sum(x.numel() for x in distinct.values())
 
 
-def test_a_moment_says_its_own_dtype_and_device():
+def test_the_box_of_a_moment_has_its_own_dtype_and_device():
     opt = optim.master_weights(optim.adam(0.1), fzero.Precision(param=torch.bfloat16))
     step = fzero.shard(lambda p, s, x: (p, s), 3, fzero.mesh(dp=2))
     params, state = step.init({"w": torch.ones(3, 2)}, opt)
@@ -34,7 +34,7 @@ def test_a_moment_says_its_own_dtype_and_device():
     assert (params["w"].dtype, moment.dtype, moment.device) == (torch.bfloat16, torch.float32, torch.device("cpu"))
 
 
-def test_a_donated_box_answers_nothing():
+def test_reading_the_shape_or_dtype_of_a_donated_box_raises():
     step = fzero.jit(fzero.shard(lambda p, s, x: (tree.map(lambda y: y + 1, p), s), 3, fzero.mesh(dp=2)), backend="fx")
     params, state = step.init({"w": torch.ones(3, 2)}, optim.sgd(0.1))
     step(params, state, step.mesh.split(torch.ones(2)))

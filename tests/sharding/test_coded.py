@@ -103,7 +103,7 @@ def test_the_loss_sees_rounded_parameters_at_every_stage(params, codec, stage, n
     assert_trees_close(new, tree.map(lambda p, r: p - 2 * r, params, rounded), rtol=1e-5)
 
 
-def test_unsharded_programs_round_too():
+def test_an_unsharded_program_rounds_by_the_policys_codec():
     params = {"w": torch.randn(33), "b": torch.randn(3).to(torch.float64)}
     for precision, others in [(fzero.Precision(torch.float32, gather=INT4), torch.float64), (None, None)]:
         grads = fzero.value_and_grad(weighted, precision=precision)(
@@ -174,7 +174,7 @@ def summed(codec: Codec, xs: torch.Tensor) -> torch.Tensor:
     seed=st.integers(0, 99),
     jit=st.sampled_from([False, False, True]),
 )
-def test_sums_are_those_of_the_codes_bit_for_bit(params, codec, stage, n, lockstep, seed, jit):
+def test_coded_sums_equal_sums_of_decoded_values_bit_for_bit(params, codec, stage, n, lockstep, seed, jit):
     batch = values_like(params, n, seed)
     mesh = fzero.mesh(simulate="lockstep" if lockstep else "vmap", dp=n)
     precision = fzero.Precision(torch.float32, reduce=codec)
@@ -269,7 +269,7 @@ def test_parts_along_another_axis_are_summed_by_codes_at_every_stage(simulate):
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_an_overflow_on_one_rank_skips_the_step(stage, simulate):
+def test_an_overflow_in_coded_gradients_on_one_rank_skips_the_step(stage, simulate):
     precision = fzero.Precision(torch.float16, gather=INT8, reduce=INT4)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.sgd(0.1), precision), 4.0)
     mesh = fzero.mesh(simulate=simulate, dp=2)
@@ -285,7 +285,7 @@ def test_an_overflow_on_one_rank_skips_the_step(stage, simulate):
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_derivatives_of_gradients_are_exact(stage):
+def test_second_derivatives_with_codecs_are_exact(stage):
     """A codec changes values alone: the derivative of a coded gradient is that of the exact sum, at rounded leaves."""
     params, x = {"w": torch.randn(20)}, torch.randn(4, 20)
     precision = fzero.Precision(torch.float32, gather=INT8, reduce=INT8)
@@ -370,7 +370,7 @@ def test_the_plan_frees_and_gathers_codes_again(k):
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_the_eager_one():
+def test_a_compiled_step_with_codecs_equals_the_eager_one():
     """Inductor on integers, where no sum rounds, so that codes are equal; with rounding at random."""
     params = {"w": torch.zeros(8, 40), "b": torch.zeros(7)}
     g = torch.Generator().manual_seed(0)
@@ -394,6 +394,6 @@ def test_codes_are_packed_two_in_a_byte():
         ({"reduce": codecs.int4}, TypeError, "or a codec, such as fzero.codecs.int4()"),
     ],
 )
-def test_a_wrong_codec_of_a_policy_is_named(settings, error, text):
+def test_the_error_of_a_policy_names_its_wrong_codec(settings, error, text):
     with pytest.raises(error, match=text):
         fzero.Precision(torch.float32, **settings)

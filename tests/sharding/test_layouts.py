@@ -6,7 +6,7 @@ import fzero
 from fzero import optim
 
 
-def test_every_leaf_has_a_row():
+def test_the_table_of_layouts_has_a_row_for_every_leaf():
     mesh, opt = fzero.mesh(dp=2, tp=2), optim.adam(1e-3)
     step = fzero.shard(
         lambda p, s, b: (p, s), 3, mesh, axis="dp", split=lambda path, leaf: {"tp": 0} if path == "a.w" else None

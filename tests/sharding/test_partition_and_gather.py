@@ -105,7 +105,7 @@ def test_reduce_scatter_is_the_transpose_of_gather(params, n, rule):
 
 @examples(20, 40)
 @given(trees(), world_sizes())
-def test_transpose_of_partition_puts_the_own_part_among_zeros(params, n):
+def test_the_transpose_of_partition_pads_the_shard_with_zeros(params, n):
     mesh = fzero.mesh(dp=n)
     leaves = list(tree.tensors(params))
 
@@ -226,14 +226,14 @@ def test_a_changed_box_forgets_its_origin():
     assert fzero.mesh(dp=2).spmd(program)({"w": torch.ones(3)})["w"].tolist() == [2, 2, 2]
 
 
-def test_origin_never_leaves_the_step():
+def test_the_origin_of_a_box_never_leaves_the_step():
     boxes = fzero.mesh(dp=2).spmd(fzero.partition)({"w": torch.ones(3)})
     assert boxes["w"].origin is None
 
 
 @examples(10, 40)
 @given(trees(), world_sizes(), st.floats(-9, 9))
-def test_padding_has_no_effect(params, n, noise):
+def test_values_of_the_padding_have_no_effect(params, n, noise):
     """Whatever the padding holds, gathered leaves, norms and gradients are the same."""
     mesh = fzero.mesh(dp=n)
 
@@ -273,7 +273,7 @@ def test_tree_map_of_torch_and_optree_visits_each_shard_once():
     assert_trees_close(tree.tensors(doubled), [2 * x for x in tree.tensors(boxes)], rtol=0)
 
 
-def test_trees_cut_differently_refuse_to_meet():
+def test_boxes_of_differently_sharded_trees_refuse_to_be_combined():
     params = {"w": torch.ones(5)}
     two, three = (fzero.mesh(dp=n).spmd(fzero.partition)(params) for n in (2, 3))
     with pytest.raises(

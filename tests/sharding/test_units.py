@@ -72,7 +72,7 @@ def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
 
 @examples(75, 300)
 @given(sizes(), st.integers(1, 30))
-def test_a_subtree_that_is_small_is_never_cut(numels, least):
+def test_units_by_size_never_cut_a_small_subtree(numels, least):
     """Nor one that is just large enough, whose children are all too small."""
     home = {path: piece.name for piece in divide_tree(numels, least) for path in piece.paths}
     nodes = {path.rsplit(".", depth)[0] for path in numels for depth in range(1, path.count(".") + 1)}
@@ -124,7 +124,7 @@ def test_a_tie_is_in_one_unit(params, least, threshold):
 
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_numbers_are_those_of_other_units(stage):
+def test_training_does_not_depend_on_the_units(stage):
     """And each unit of the rule is gathered by itself."""
     params = mlp_params()
     rule = fzero.sharding.by_size(params, 8, 60)
@@ -190,7 +190,7 @@ def test_granularity_of_direct_leaves():
         assert [rule(path, x) for path, x in floats(params).items()] == names
 
 
-def test_a_list_does_not_count():
+def test_a_list_adds_no_level_to_granularity():
     """Of 12 elements in a root with two nodes there are four each."""
     params = {"xs": [{"w": torch.zeros(6)}, {"w": torch.zeros(6)}]}
     assert [len(fzero.sharding.by_granularity(params, at).table) for at in (3, 4)] == [2, 1]
@@ -214,7 +214,7 @@ def test_default_units_of_a_transformer_are_its_layers(layers, experts):
 
 @examples(12, 30)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(20, 200))
-def test_the_default_rule_has_a_cap(layers, experts, most):
+def test_the_default_rule_of_units_has_a_cap_of_elements(layers, experts, most):
     """A unit of several leaves has at most so many elements, and units that are small enough stay as they are."""
     params = mixture(layers, 4, 2, experts)
     leaves, before = floats(params), units_of(params)
@@ -229,7 +229,7 @@ def test_the_default_rule_has_a_cap(layers, experts, most):
         assert sum(leaves[path].numel() for path in paths) <= most or len(paths) == 1
 
 
-def test_the_cap_is_what_an_int32_counts():
+def test_default_units_hold_at_most_2_to_the_31_elements():
     """A layer of more is cut between its subtrees, unless its own part of a mesh is small enough."""
     params = {"layers": [{"attn": zeros(2**29), "up": zeros(2**30), "down": zeros(2**30)}], "norm": zeros(8)}
     assert list(units_of(params)) == ["layers.0.attn to layers.0.up", "layers.0.down", "norm"]
@@ -265,6 +265,6 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make,error,message", BAD.values(), ids=BAD)
-def test_a_wrong_argument_of_a_unit_rule_is_named(make, error, message):
+def test_the_error_of_a_unit_rule_names_its_wrong_argument(make, error, message):
     with pytest.raises(error, match=message):
         make({"a": torch.zeros(3)})

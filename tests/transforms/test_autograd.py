@@ -57,12 +57,12 @@ def trained(n, stage, k, autograd, f=loss):
 
 @examples(4, 100)
 @given(n=st.integers(1, 4), stage=st.integers(0, 3), k=st.integers(1, 3))
-def test_numbers_are_those_of_torch_func(n, stage, k):
+def test_gradients_by_plain_autograd_equal_those_of_torch_func(n, stage, k):
     assert_trees_close(trained(n, stage, k, autograd=True), trained(n, stage, k, autograd=False))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_old_function_is_differentiated(stage):
+def test_autograd_differentiates_a_function_of_the_old_form(stage):
     def doubled(params, batch):
         return Doubled.apply(loss(params, batch))
 

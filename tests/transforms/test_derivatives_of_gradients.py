@@ -61,22 +61,22 @@ def check(train_step: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, **
 @pytest.mark.parametrize(
     "stage,simulate", cases([(1, "lockstep"), (3, "vmap")], itertools.product(range(4), ("vmap", "lockstep")))
 )
-def test_vjp_of_gradients_is_that_of_unsharded_training(options, stage, simulate):
+def test_the_vjp_of_sharded_gradients_equals_the_unsharded_one(options, stage, simulate):
     check(pulled_back(**OPTIONS[options]), fzero.mesh(dp=3, simulate=simulate), stage)
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_jvp_of_gradients_is_that_of_unsharded_training(stage):
+def test_the_jvp_of_sharded_gradients_equals_the_unsharded_one(stage):
     check(pushed_forward(), fzero.mesh(dp=3), stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_vjp_with_copies_of_shards_is_that_of_unsharded_training(stage):
+def test_the_vjp_of_hybrid_sharded_gradients_equals_the_unsharded_one(stage):
     check(pulled_back(), fzero.mesh(replica=2, shard=3), stage, axis=("replica", "shard"), over="shard")
 
 
 @pytest.mark.parametrize("stage", cases((3,), [0, 1]))
-def test_vjp_in_a_jitted_step_is_that_of_the_eager_one(stage):
+def test_the_vjp_of_gradients_in_a_jitted_step_equals_the_eager_one(stage):
     mesh, train_step = fzero.mesh(dp=2), pulled_back()
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
     expected, _, wanted = step(*step.init(mlp_params(), OPT), mesh.split(BATCH))

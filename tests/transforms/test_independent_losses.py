@@ -94,7 +94,7 @@ def test_a_rank_and_a_micro_batch_without_examples_have_a_constant_loss():
     torch.testing.assert_close(params["w"], PARAMS["w"] - 0.1 * grads["w"])
 
 
-def test_the_message_names_at_most_a_few_leaves_of_each_argument():
+def test_the_error_of_an_independent_loss_names_at_most_a_few_leaves():
     many, one = {f"layer{i}": {"w": torch.ones(1)} for i in range(9)}, torch.ones(2)
     text = r"no leaf of argument 0 \('layer0.w', 'layer1.w', 'layer2.w', and 6 more\) or argument 1, so"
     with pytest.raises(ValueError, match=text):
@@ -104,7 +104,7 @@ def test_the_message_names_at_most_a_few_leaves_of_each_argument():
             fzero.value_and_grad(lambda p: p.detach().sum(), autograd=autograd)(one)
 
 
-def test_other_reads_of_parameters_give_no_notice(caplog):
+def test_a_loss_that_reads_its_parameters_in_any_way_gives_no_notice(caplog):
     """Frozen parts, two trees, rematerialised blocks, nothing to differentiate, and a derivative of the gradient."""
     warn_once.cache_clear()
     fzero.value_and_grad(lambda head, body, x: reads({**body, **head}, x))({"b": PARAMS["b"]}, {"w": PARAMS["w"]}, X)

@@ -32,7 +32,7 @@ LOSSES = {"mean": loss, "weighted": weighted, "sum": summed}
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("reduce", list(LOSSES))
-def test_gradients_of_inputs_are_those_of_the_global_batch(reduce, k, simulate):
+def test_gradients_of_boxed_inputs_are_those_of_the_global_batch(reduce, k, simulate):
     params, mesh = mlp_params(), fzero.mesh(dp=3, simulate=simulate)
 
     def both(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -55,7 +55,7 @@ def test_gradients_of_inputs_are_those_of_the_global_batch(reduce, k, simulate):
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_adversarial_training_equals_the_unsharded(stage):
+def test_adversarial_training_equals_unsharded(stage):
     """FGSM (arXiv:1412.6572): uphill in the inputs, then downhill in the parameters."""
     opt = optim.adam(1e-2, eps=1e-3)
 
@@ -135,7 +135,7 @@ def test_integers_in_a_box_are_refused_by_name():
         fzero.value_and_grad(loss, argnums=1)({}, PerRank({"ids": torch.arange(3)}), torch.ones(3))
 
 
-def test_the_batch_must_be_named_when_a_box_may_be_it():
+def test_batch_argnums_is_required_when_a_differentiated_box_may_be_the_batch():
     x = torch.ones(4, 7).double()
     with pytest.raises(ValueError, match=r"arguments \[1, 2\] may be the batch; name the batch with batch_argnums="):
         fzero.value_and_grad(loss, argnums=1, micro_batches=2)({}, PerRank(x), x)
@@ -143,7 +143,7 @@ def test_the_batch_must_be_named_when_a_box_may_be_it():
         fzero.value_and_grad(loss, argnums=(0, 1), micro_batches=2, batch_argnums=0)({}, PerRank(x), x)
 
 
-def test_a_process_knows_what_arrived_in_a_box():
+def test_a_planned_rank_knows_arguments_that_arrived_in_a_box():
     """As one rank of a planned world: its argument, or a view of it, and not what the step makes of it."""
     mesh, opt = fzero.mesh(dp=2), optim.sgd(0.1)
 

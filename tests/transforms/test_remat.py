@@ -36,13 +36,13 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 @pytest.mark.parametrize("save", SAVES)
-def test_derivatives_are_the_plain_blocks(save, derivative):
+def test_derivatives_of_a_rematerialised_block_equal_the_plain_ones(save, derivative):
     p, x = inputs(2)
     assert_trees_close(derivative(loss_of(fzero.remat(block, save)))(p, x), derivative(loss_of(block))(p, x))
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_what_waits_on_the_host_has_all_derivatives(name):
+def test_activations_offloaded_to_the_host_have_all_derivatives(name):
     """It was computed, so it moves; a second derivative is one of the copy, too."""
 
     def after(f: Any) -> Any:
@@ -54,7 +54,7 @@ def test_what_waits_on_the_host_has_all_derivatives(name):
     assert ("fzero::to_host" in ops(f, p, x)) == (name not in ("value", "jacfwd", "jacfwd of jacfwd"))
 
 
-def test_a_second_derivative_by_plain_autograd_of_what_waits_on_the_host():
+def test_plain_autograd_differentiates_offloaded_activations_twice():
     p, x = inputs()
 
     def twice(f: Any) -> Any:
@@ -65,7 +65,7 @@ def test_a_second_derivative_by_plain_autograd_of_what_waits_on_the_host():
     assert_trees_close(twice(fzero.remat(block, "host")), twice(block))
 
 
-def test_parameters_and_numbers_do_not_wait_on_the_host():
+def test_parameters_and_python_numbers_are_not_offloaded():
     p, x = inputs()
     assert "fzero::to_host" not in ops(grad(loss_of(fzero.remat(block, "host"))), p, x)
     f = fzero.remat(lambda p, x, scale: torch.tanh(x @ p["w"]) * scale, "host")
@@ -79,13 +79,13 @@ def test_parameters_and_numbers_do_not_wait_on_the_host():
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_tangents_are_the_plain_blocks(save):
+def test_tangents_of_a_rematerialised_block_equal_the_plain_ones(save):
     p, x = inputs()
     ys = [jvp(lambda p, x, f=f: f(p, x)["y"], (p, x), (p, x)) for f in (fzero.remat(block, save), block)]
     assert_trees_close(*ys)
 
 
-def test_results_keep_their_structure():
+def test_results_of_a_rematerialised_block_keep_their_structure():
     p, x = inputs()
     y = fzero.remat(lambda p, x: {**block(p, x), "twice": (x, x), "index": x.argmax()})(p, x)
     assert y["layers"] == 1 and y["none"] is None and y["twice"][0] is y["twice"][1] and y["index"] == x.argmax()
@@ -115,7 +115,7 @@ def test_nested_remat_has_the_gradient_of_the_plain_function(outer, inner):
     assert_trees_close(grad(rematerialised)(p, x), grad(plain)(p, x))
 
 
-def test_ties_stay_tied():
+def test_tied_parameters_of_a_rematerialised_block_stay_tied():
     def tied(p, x):
         assert p["w"] is p["again"] and p["w"] is not p["b"]
         return torch.tanh(x @ p["w"]) @ p["again"].T
@@ -128,7 +128,7 @@ def test_ties_stay_tied():
     assert_trees_close(grad(loss(fzero.remat(tied)))(p, x), grad(loss(tied))(p, x))
 
 
-def test_autocast_is_the_calls():
+def test_a_rematerialised_block_reruns_under_the_calls_autocast():
     p, x = inputs()
     p, x = {k: v.float() for k, v in p.items()}, x.float()
 
@@ -172,14 +172,14 @@ def test_blocks_with_unusual_arguments_and_results_have_the_same_gradients(f):
         assert_trees_close(vmap(grad(again), (None, 0))(p["w"], xs), vmap(grad(plain), (None, 0))(p["w"], xs))
 
 
-def test_a_backward_pass_may_run_twice():
+def test_the_backward_pass_of_a_rematerialised_block_may_run_twice():
     w = inputs()[0]["w"].requires_grad_()
     y = fzero.remat(lambda w: F.dropout(w.sin(), 0.5), "matmuls")(w).sum()
     first, second = [torch.autograd.grad(y, w, retain_graph=True)[0] for _ in range(2)]
     assert first.equal(second)
 
 
-def test_inputs_without_gradient_cost_none():
+def test_a_rematerialised_block_computes_no_gradient_that_is_not_needed():
     p, x = inputs()
     f = fzero.remat(lambda w, v, x: torch.tanh(x @ w) @ v)
 
@@ -200,7 +200,7 @@ def test_saved_results_are_not_computed_again():
     assert (none["tanh"], matmuls["tanh"], host["tanh"], tanhs["tanh"]) == (2, 2, 2, 1)
 
 
-def test_kept_results_that_are_written_into():
+def test_a_saved_result_may_be_written_into():
     def writes(p, x):
         y = x @ p["w"]
         y.add_(p["b"]).mul_(2)
@@ -211,21 +211,21 @@ def test_kept_results_that_are_written_into():
         assert_trees_close(*[grad(lambda p, f=f: f(p, x).pow(3).sum())(p) for f in (fzero.remat(writes, save), writes)])
 
 
-def test_save_is_checked():
+def test_wrong_values_of_remats_save_option_are_refused():
     with pytest.raises(ValueError, match="save='all': expected None"):
         fzero.remat(block, "all")
     with pytest.raises(ValueError, match="save=3: expected None"):
         fzero.remat(block, 3)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_compiled_step_computes_the_same():
+def test_a_compiled_step_with_remat_equals_the_eager_one():
     p, x = inputs()
     step = torch.compile(lambda p, x: grad(loss_of(fzero.remat(block)))(p, x), fullgraph=True, backend="aot_eager")
     assert_trees_close(step(p, x), grad(loss_of(block))(p, x))
 
 
 @pytest.mark.slow
-def test_nested_blocks_collect_no_garbage(monkeypatch):
+def test_nested_rematerialised_blocks_run_no_garbage_collection(monkeypatch):
     """An outer block holds what an inner one has computed; a collection takes a second where there are many objects."""
     monkeypatch.setattr("gc.collect", None)
     p, x = inputs()
@@ -255,7 +255,7 @@ def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("save", [None, "matmuls"])
-def test_attention_whose_mask_is_trained_is_the_plain_ones(save):
+def test_rematerialised_attention_with_a_trained_mask_equals_the_plain_one(save):
     """Torch chooses another kernel where the mask needs a gradient, as in the second run."""
     torch.manual_seed(0)
     params = {name: torch.randn(8, 8) for name in "qkv"} | {"bias": torch.randn(1, 2, 5, 5)}

@@ -11,7 +11,7 @@ from fzero.testing import assert_trees_close
 from tests.transforms.helpers import SAVES, inputs
 
 
-def test_a_block_that_runs_otherwise_the_second_time_is_an_error():
+def test_a_block_whose_second_run_differs_is_refused():
     p, x = inputs()
     for counts, message in (
         ((1, 2), r"ran mm\(.* where .* ran no further"),
@@ -28,7 +28,7 @@ def test_a_block_that_runs_otherwise_the_second_time_is_an_error():
             grad(lambda p, f=moody: fzero.remat(f, "matmuls")(p, x).sum())(p)
 
 
-def test_a_block_that_writes_into_its_argument_is_an_error():
+def test_a_block_that_writes_into_its_argument_is_refused():
     def writes(p, x):
         return x.mul_(2) @ p["w"]
 
@@ -48,7 +48,7 @@ class Holder:
 
 @pytest.mark.parametrize("save", (None, "matmuls"))
 @pytest.mark.parametrize("hidden", (False, True))
-def test_a_captured_tensor_that_is_differentiated_is_an_error(save, hidden):
+def test_a_block_that_captures_a_differentiated_tensor_is_refused(save, hidden):
     p, x = inputs()
     w, mesh = p["w"], fzero.mesh(dp=2)
 
@@ -72,7 +72,7 @@ def test_a_captured_tensor_that_is_differentiated_is_an_error(save, hidden):
             case()
 
 
-def test_a_captured_batch_is_an_error():
+def test_a_block_that_captures_the_batch_is_refused():
     p, x = inputs(4)
     mesh = fzero.mesh(dp=2)
 
@@ -83,7 +83,7 @@ def test_a_captured_batch_is_an_error():
         mesh.spmd(program)(p["w"], mesh.split(x))
 
 
-def test_constants_may_be_captured():
+def test_a_rematerialised_block_may_capture_constants():
     p, x = inputs()
     for save in SAVES:
         f = fzero.remat(lambda w: torch.tanh(x @ w) * p["b"], save)
@@ -92,7 +92,7 @@ def test_constants_may_be_captured():
         assert_trees_close(fzero.jit(grad(lambda w, f=f: f(w).sum()), backend="fx")(p["w"]), expected)
 
 
-def test_an_object_that_could_be_written_is_an_error():
+def test_a_block_with_a_mutable_argument_is_refused():
     class DynamicCache:
         pass
 
@@ -116,7 +116,7 @@ class Keeps(torch.nn.Module):
         return x + h
 
 
-def test_what_a_block_leaves_elsewhere_is_refused():
+def test_a_block_that_stores_a_tensor_elsewhere_is_refused():
     """Its gradient would be lost without a word: an auxiliary loss, say, or what a hook collects."""
     held: list[Any] = []
 

@@ -44,7 +44,7 @@ def growth(peak: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
-def test_a_plan_holds_one_input_a_layer(backend):
+def test_a_plan_with_remat_holds_one_input_per_layer(backend):
     def peak(f):
         # remat alone: jit's own recomputation of what is cheap would take some of what it saves
         step = fzero.jit(grad(deep_loss(f)), backend=backend, recompute=False)
@@ -64,7 +64,7 @@ def test_a_plan_holds_one_input_a_layer(backend):
         *[pytest.param(s, w, marks=pytest.mark.slow) for s, w in ((0, True), (1, True), (3, True), (3, False))],
     ],
 )
-def test_activations_wait_on_the_host(stage, k, whole):
+def test_a_plan_with_offloaded_activations_holds_them_on_the_host(stage, k, whole):
     """One input a layer lies there, and of the parameters none; each goes down once, and comes up once."""
 
     def planned(layers: int, save: str | None) -> fzero.graph.Plan:
@@ -82,7 +82,7 @@ def test_activations_wait_on_the_host(stage, k, whole):
     assert planned(12, None).peak_of("device") - many.peak_of("device") > (11 - 4) * UNIT / k - UNIT
 
 
-def test_a_plan_computes_a_block_again():
+def test_a_plan_with_remat_counts_the_flops_of_the_second_run():
     args = deep_inputs(4)
     flops = [fzero.jit(grad(deep_loss(f)), backend="fx").plan(*args).flops for f in (deep, fzero.remat(deep))]
     assert flops[1] / flops[0] > 1.3
@@ -90,7 +90,7 @@ def test_a_plan_computes_a_block_again():
 
 @pytest.mark.slow
 @needs_compiler
-def test_inductor_does_not_merge_the_two_runs():
+def test_inductor_does_not_merge_the_two_runs_of_a_block():
     args = deep_inputs(4)
     step = fzero.jit(grad(deep_loss(fzero.remat(deep))), backend="inductor")
     step(*args)
@@ -115,7 +115,7 @@ def test_remat_lowers_the_peak_of_an_eager_gradient():
     assert growth(by_autograd(deep)) > 5 and growth(by_autograd(fzero.remat(deep))) < 1.1 + gradients
 
 
-def test_stage_3_holds_one_block_whole():
+def test_stage_3_with_remat_holds_one_full_block():
     """On one rank of a world whose others are absent, so that no collective frees its memory late."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

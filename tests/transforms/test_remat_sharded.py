@@ -40,7 +40,7 @@ def remat_loss(save: Any) -> Any:
 @example("vmap", 3, 2, 1, False, None)
 @example("lockstep", 3, 3, 2, False, "matmuls")
 @example("vmap", 1, 2, 3, False, None)
-def test_a_sharded_step_computes_what_the_plain_one_does(sim, stage, n, k, whole, save):
+def test_a_sharded_step_with_remat_equals_unsharded(sim, stage, n, k, whole, save):
     mesh, opt, params = fzero.mesh(dp=n, simulate=sim), optim.adam(1e-2), mlp_params()
     plain = train_step_for(mlp_loss, opt, micro_batches=k)
     step = fzero.shard(train_step_for(remat_loss(save), opt, micro_batches=k, gather=whole), stage=stage, mesh=mesh)
@@ -57,7 +57,7 @@ def test_a_sharded_step_computes_what_the_plain_one_does(sim, stage, n, k, whole
 @pytest.mark.parametrize(
     "stage,whole", cases([(0, True), (2, True), (3, False)], itertools.product(range(4), (True, False)))
 )
-def test_a_jitted_step_computes_what_the_eager_one_does(stage, whole):
+def test_a_jitted_step_with_remat_equals_the_eager_one(stage, whole):
     mesh, opt, batch = fzero.mesh(dp=2), optim.adam(1e-2), mlp_batch(8)
     eager = fzero.shard(train_step_for(remat_loss(None), opt, micro_batches=2, gather=whole), stage=stage, mesh=mesh)
     jitted = fzero.jit(eager, backend="fx", **LEAST)
@@ -91,7 +91,7 @@ def test_a_unit_is_gathered_once_in_each_pass(sim):
         itertools.product(("vmap", "lockstep"), SAVES[:2], (True, False)),
     ),
 )
-def test_tensor_parallel_blocks_run_again_alike(sim, save, whole):
+def test_rematerialised_tensor_parallel_blocks_equal_the_plain_ones(sim, save, whole):
     def tp() -> Any:
         return "tp" if "tp" in fzero.axes.axis_names() else ()
 
@@ -129,7 +129,7 @@ def test_tensor_parallel_blocks_run_again_alike(sim, save, whole):
         assert_trees_close([step.gather(state), value], [expected, plain])
 
 
-def test_a_tied_block_says_where_its_leaves_lie():
+def test_a_rematerialised_block_without_the_unit_of_a_tied_leaf_is_refused():
     """Its boxes hold no shard of their own, so nothing but the message tells the block's function that."""
     opt, w = optim.sgd(0.1), torch.eye(4)
 

@@ -55,7 +55,7 @@ def test_a_token_weighted_mean_is_exact(stage, n, k, seed, scaled, aux):
         assert_trees_close(state, (*expected, loss))
 
 
-def test_a_naive_mean_of_means_is_not():
+def test_a_mean_of_rank_means_differs_from_the_token_weighted_mean():
     batch = {**mlp_batch(8), "mask": torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.float64)}
 
     def naive(params: Any, batch: Any) -> torch.Tensor:
@@ -79,13 +79,13 @@ def test_weights_are_any_numbers_of_any_dtype():
         torch.testing.assert_close(loss, torch.tensor(3 / n[0].item()))
 
 
-def test_no_token_at_all_is_no_loss():
+def test_a_weighted_loss_without_tokens_is_zero():
     batch = {**mlp_batch(4), "mask": torch.zeros(4, dtype=torch.float64)}
     loss, grads = fzero.value_and_grad(token_loss, reduce="weighted", micro_batches=2)(mlp_params(), batch)
     assert loss == 0 and all((g == 0).all() for g in tree.tensors(grads))
 
 
-def test_what_a_weighted_loss_must_return():
+def test_a_weighted_loss_without_total_and_weight_is_refused():
     w = torch.ones(3)
     with pytest.raises(TypeError, match=r"must return \(total, weight\)"):
         fzero.value_and_grad(lambda w: w.sum(), reduce="weighted")(w)

@@ -122,7 +122,7 @@ def test_a_search_by_bounds_finds_the_best_or_says_how_fast_it_may_be(budget, ma
         assert table.fitting[0].seconds == best.seconds and not table.left_out
 
 
-def test_a_function_of_ones_own_has_no_bounds():
+def test_a_search_by_bounds_needs_a_model_by_name():
     with pytest.raises(ValueError, match=r"max_rows=3: only models by name, from fzero.tuning.model_step, have bounds"):
         fzero.tune(lambda c: None, world_size=2, global_batch=2, machine="h100", max_rows=3)
 
@@ -146,7 +146,7 @@ def test_the_command_searches_all_sizes_of_an_axis(tmp_path, monkeypatch):
     assert Table.from_json(table.to_json()) == table
 
 
-def test_sizes_that_cannot_be_searched_are_refused(monkeypatch):
+def test_axis_sizes_that_cannot_be_searched_are_refused(monkeypatch):
     monkeypatch.setitem(tuning._model_names.PRESETS, "tiny", replace(TINY["causal"], depth=1))
     sizes = ["--world", "8", "--batch", "3", "--length", "16"]
     code, _, error = command("plan", "tiny", *sizes, "--tp", "auto")
@@ -158,7 +158,7 @@ def test_sizes_that_cannot_be_searched_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [("--rows", "0"), ("--rows", "few"), ("--tp", "many")])
-def test_counts_that_are_none_are_refused(words, capsys):
+def test_the_command_refuses_options_that_are_no_counts(words, capsys):
     with pytest.raises(SystemExit):
         run(["plan", "gpt2", *words])
     assert f"argument {words[0]}: '{words[1]}': expected" in capsys.readouterr().err

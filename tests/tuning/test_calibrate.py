@@ -27,7 +27,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(_calibrate, "_small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
 
 
-def test_each_measurement_goes_to_its_constant(clock):
+def test_each_measurement_of_calibrate_sets_its_constant(clock):
     machine = tuning.calibrate()
     assert (machine.flops, machine.slow, machine.device_memory, machine.launch) == (8e12, 4.0, 3e10, 2e-6)
     assert (machine.link, machine.host_memory, machine.host_copies, machine.ranks) == (3e10, 3e10, 3e10, 1)
@@ -50,7 +50,7 @@ def test_each_measurement_goes_to_its_constant(clock):
     assert torch.__version__ in machine.source and 1e8 < machine.device_bytes < 1e14
 
 
-def test_this_machine_is_measured_in_the_time_that_it_is_given():
+def test_calibrate_measures_this_machine_within_its_time():
     machine = tuning.calibrate(0.1)
     assert 1e8 < machine.flops < 1e15 and 1e7 < machine.device_memory < 1e13 and 1e-8 < machine.launch < 1e-2
 
@@ -61,7 +61,7 @@ def test_this_machine_is_measured_in_the_time_that_it_is_given():
     speed=st.floats(1e6, 1e12),
     ranks=st.integers(2, 64),
 )
-def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(hop, latency, speed, ranks):
+def test_calibrated_constants_reproduce_the_measurements(hop, latency, speed, ranks):
     total = ranks << 22
     small = latency + (ranks - 1) * hop
     large = small + total * (ranks - 1) / ranks / speed
@@ -74,7 +74,7 @@ def test_the_constants_are_those_by_which_the_model_would_say_what_was_measured(
 
 
 @given(machine=machines)
-def test_a_machine_is_read_as_it_was_stored(machine):
+def test_a_calibrated_machine_is_read_as_it_was_stored(machine):
     machine = replace(machine, sources=(("flops", machine.flops, "measured"),), links=(("dp", 1e9),))
     save(machine)
     assert _read_calibrated() == machine
@@ -108,7 +108,7 @@ def test_ranks_on_two_machines_measure_the_network_between_them(cache):
     assert machine.peers == CPU.peers and "2 ranks, one of each machine" in done[0].stdout
 
 
-def test_nothing_stored_says_what_to_run(cache, capsys):
+def test_planning_without_a_calibrated_machine_advises_calibrate(cache, capsys):
     with pytest.raises(ValueError, match="no machine is stored yet: run `fzero calibrate`"):
         fzero.tuning.watch(fzero.jit(lambda x: x), machine="calibrated")
     words = ["plan", "gpt2", "--world", "4", "--batch", "8", "--length", "16", "--machine", "calibrated"]
@@ -116,7 +116,7 @@ def test_nothing_stored_says_what_to_run(cache, capsys):
 
 
 @pytest.mark.parametrize("text", ("", "{", "[]", '{"name": "x"}', json.dumps({"name": "x", "flops": -1})))
-def test_what_cannot_be_read_says_so(cache, text):
+def test_an_unreadable_calibration_file_is_refused_with_a_remedy(cache, text):
     path = save(H100)
     path.write_text(text)
     with pytest.raises(ValueError, match=r"calibrated.json cannot be read: .*Run `fzero calibrate` again"):
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_says_so(cache, text):
 
 
 @pytest.mark.parametrize("seconds", (0, -1, True, "5"))
-def test_a_wrong_time_is_refused(seconds):
+def test_calibrate_refuses_a_wrong_time(seconds):
     with pytest.raises(ValueError, match=r"seconds=.*: expected a number above 0"):
         tuning.calibrate(seconds)
     assert _calibrate._USABLE < 1

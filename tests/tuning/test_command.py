@@ -67,7 +67,7 @@ def test_a_chunked_loss_reaches_each_row_and_the_lines_to_paste(capsys):
     assert "best: stage 3" in said and "chunked loss" in said and "fzero.nn.linear_cross_entropy(" in said
 
 
-def test_the_lines_to_paste_run(files):
+def test_the_lines_that_the_plan_command_prints_run(files):
     import torch
 
     from fzero.tuning._recipe import recipe
@@ -114,7 +114,7 @@ def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
     assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
 
 
-def test_a_page_holds_any_name(files):
+def test_the_page_of_a_plan_escapes_any_name(files):
     made = page([Case({"model": "a</script><b>"}, Table.from_json((files / "t.json").read_text()))])
     assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
 
@@ -134,7 +134,7 @@ def several(tmp_path_factory):
     return path, said.getvalue()
 
 
-def test_several_sizes_are_rows_of_one_table_and_cases_of_one_page(several):
+def test_several_models_are_rows_of_one_table_and_cases_of_one_page(several):
     path, said = several
     head, *lines = [line for line in said.splitlines() if line.strip()]
     assert head.split()[:3] == ["ranks", "length", "best"] and "model" not in head  # only what differs has a column
@@ -149,7 +149,7 @@ def test_several_sizes_are_rows_of_one_table_and_cases_of_one_page(several):
 
 
 @pytest.mark.slow
-def test_a_browser_chooses_sorts_and_filters(several):
+def test_the_page_of_a_plan_chooses_sorts_and_filters_in_a_browser(several):
     """A script within the page does what a reader does, and headless Chromium shows what the page then holds."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -182,7 +182,7 @@ def test_a_browser_chooses_sorts_and_filters(several):
     assert up[1] == ["1 x 2", "2 x 1"] and down[1] == up[1][::-1] and filtered[1] == ["2 x 1"]
 
 
-def test_a_size_that_cannot_be_planned_leaves_the_others(capsys):
+def test_a_combination_that_cannot_be_planned_leaves_the_other_rows(capsys):
     words = [*SEVERAL[:3], "4,3", *SEVERAL[4:6], *FEW, "--length", "8", "--memory", "1GB", "--workers", "1"]
     assert main(words) == 0
     said = capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_a_size_that_cannot_be_planned_leaves_the_others(capsys):
     assert "machine='h1000' is unknown" in result.err and not result.out
 
 
-def test_several_sizes_cannot_have_the_files_of_one(capsys):
+def test_options_of_a_single_plan_are_refused_for_several_models(capsys):
     assert main([*SEVERAL, *FEW, "--json", "t.json"]) == 2
     assert "--json is for one model and size, and these are 4; --html has all" in capsys.readouterr().err
     assert main(["plan", "tiny,nothing", *SEVERAL[2:], *FEW]) == 2
@@ -207,12 +207,12 @@ def test_the_command_compares_two_tables(files, capsys):
     assert capsys.readouterr().out.count("+0.0%") == 8
 
 
-def test_what_fits_nothing_says_by_how_much(capsys):
+def test_the_plan_command_says_by_how_much_nothing_fits(capsys):
     assert main([*WORDS, "--memory", "10kB"]) == 1
     assert re.search(r"no configuration fits 9.3 kB: .* too much: .*Try ", capsys.readouterr().err)
 
 
-def test_a_function_of_yours_is_planned(capsys):
+def test_the_plan_command_takes_a_users_function(capsys):
     words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--machine", "cpu"]
     assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0
     assert "1 of 1 configurations fit 1.1 GB of two cores, gloo" in capsys.readouterr().out
@@ -233,25 +233,25 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_argument_is_refused(name, capsys):
+def test_wrong_arguments_of_the_plan_command_are_refused(name, capsys):
     words, message = BAD[name]
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", (["--memory", "80 parsecs"], ["--remat", "maybe"], ["--stages", "one"]))
-def test_a_word_of_no_kind_is_refused(words, capsys):
+def test_unknown_options_of_the_plan_command_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         main([*WORDS, *words])
     assert words[0] in capsys.readouterr().err
 
 
-def test_sizes_are_read_with_their_units():
+def test_byte_sizes_are_parsed_with_their_units():
     from fzero.tuning.command import _bytes
 
     assert [_bytes(x) for x in ("80GB", "1.5 GiB", "8e10", "512mb")] == [80e9, 1.5 * 2**30, 8e10, 512e6]
 
 
-def test_the_command_is_a_module():
+def test_the_plan_command_runs_as_a_module():
     done = python("-m", "fzero", "plan", "--help")
     assert done.returncode == 0 and "llama-3-8b" in done.stdout and "--memory" in done.stdout

@@ -36,7 +36,7 @@ def opt_30b() -> tuning.OffloadCosts:
     [(opt_13b(), 0.0, 36, 1.52, 3.52, 2.83, 2.60, 2.3), (opt_30b(), 0.04, 74, 1.23, 4.11, 3.11, 2.79, 3.1)],
     ids=["OPT-13B", "OPT-30B"],
 )
-def test_costs_of_two_models_are_those_of_the_paper(
+def test_offload_costs_of_two_models_are_those_of_the_paper(
     costs, first, gigabytes, compute, deepspeed, ours, device, ratio_of_times
 ):
     assert costs.first_fit == first
@@ -71,7 +71,7 @@ def test_an_update_on_the_host_moves_16_bytes_a_parameter():
 
 
 @pytest.mark.parametrize("stage,whole", [(1, (4, 4)), (2, (2, 2)), (3, (0, 0))])
-def test_bytes_by_stage_are_zeros_own(stage, whole):
+def test_offload_costs_count_the_bytes_of_each_zero_stage(stage, whole):
     """4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N, 16Ψ/N; what stays at ratio 1."""
     work = tuning.model_work(1e9, ranks=10, tokens=1, stage=stage)
     shares = {1: (12, 0), 2: (14, 0), 3: (16, 2)}[stage]
@@ -94,7 +94,7 @@ ratios = st.floats(0, 1)
 
 @given(work=works, machine=machines, a=ratios, b=ratios, row=st.sampled_from(_ROWS))
 @example(opt_30b().work, tuning.H100, 0.0, 1.0, ("host", "during"))
-def test_seconds_are_bounded_by_the_passes_and_the_chain(work, machine, a, b, row):
+def test_offloaded_seconds_are_bounded_by_the_passes_and_the_update(work, machine, a, b, row):
     costs = tuning.offload_costs(work, machine)
     way, schedule = row
     compute, chain = work.flops / machine.flops, costs.chain_seconds(a, way)
@@ -108,7 +108,7 @@ def test_seconds_are_bounded_by_the_passes_and_the_chain(work, machine, a, b, ro
 
 
 @given(work=works, machine=machines, ratio=ratios, faster=st.floats(1, 100))
-def test_better_ways_and_schedules_take_no_longer(work, machine, ratio, faster):
+def test_faster_offload_schedules_take_no_longer(work, machine, ratio, faster):
     costs = tuning.offload_costs(work, machine)
 
     def at(*row: str, of: Any = costs) -> float:
@@ -127,7 +127,7 @@ def test_better_ways_and_schedules_take_no_longer(work, machine, ratio, faster):
 @given(work=works, machine=machines, parts=st.integers(1, 1000))
 @example(opt_30b().work, tuning.H100, 1000)
 @example(opt_30b().work, replace(tuning.H100, device_bytes=opt_30b().device_bytes(0.25)), 100)
-def test_the_first_ratio_that_fits_is_that_of_trying_all(work, machine, parts):
+def test_the_least_offload_ratio_that_fits_equals_exhaustive_search(work, machine, parts):
     costs = tuning.offload_costs(work, machine, parts)
     room = machine.device_bytes * (1 + 1e-9)
     fits = [k / parts for k in range(parts + 1) if costs.device_bytes(k / parts) <= room]
@@ -139,7 +139,7 @@ def test_the_first_ratio_that_fits_is_that_of_trying_all(work, machine, parts):
         assert costs.seconds(fastest, "host", schedule) <= best * (1 + 1e-9) + 1e-12
 
 
-def test_costs_are_those_by_hand():
+def test_offload_costs_equal_hand_computed_ones():
     """10 elements of 30 bytes; every speed is another."""
     work = tuning.OffloadWork("w", "", 10, 100, 25, (300, 100), (0, 160), 120, 20, 20, 4)
     machine = tuning.Machine("m", 10, 250, 60, 2, 40, 48, 2)
@@ -158,7 +158,7 @@ def test_costs_are_those_by_hand():
 
 
 @pytest.mark.slow
-def test_a_plans_work_is_the_formulas():
+def test_the_offload_work_of_a_plan_equals_the_formulas():
     layers, width, ranks, tokens = 12, 128, 4, 64
     make_step = maker(layers, width, clip=True)
     planned_ = tuning.planned_work(make_step, world_size=ranks)
@@ -189,7 +189,7 @@ def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
     assert costs.first_fit == pytest.approx(result.ratio, abs=0.1)
 
 
-def test_activations_that_move_at_any_ratio_are_not_the_updates():
+def test_offloaded_activations_are_not_counted_as_updates():
     def with_others(ratio: float) -> fzero.graph.Plan:
         plan = planned(ratio)
         moves = [_Transfer(0, kind, 1000, 3) for kind in ("to_host", "to_device")]
@@ -216,7 +216,7 @@ def test_offload_costs_print_their_assumptions_and_the_answer():
     assert "first ratio that fits 0.04" in repr(opt_30b()) and "<img" in opt_30b()._repr_html_()
 
 
-def test_what_fits_nowhere_says_so(tmp_path):
+def test_offload_costs_of_a_model_that_fits_nowhere_say_so(tmp_path):
     costs = tuning.offload_costs(opt_30b().work, replace(tuning.H100, device_bytes=20e9))
     assert costs.first_fit is None and "no ratio fits 20.0 GB of the device" in str(costs)
     for ask in (costs.fastest, costs.speed_up):
@@ -270,7 +270,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_argument_is_refused(name):
+def test_wrong_arguments_of_offload_costs_are_refused(name):
     action, error, message = BAD[name]
     with pytest.raises(error, match=message):
         action()

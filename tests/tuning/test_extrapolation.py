@@ -36,7 +36,7 @@ def lines(blocks: int, slopes: dict[str, float], steps: dict[str, int]) -> dict[
 
 @examples(60, 300)
 @given(data=st.data(), count=st.integers(1, 4), step=st.integers(1, 2), deep=st.integers(20, 80))
-def test_a_row_that_is_extrapolated_is_the_full_one(data, count, step, deep):
+def test_an_extrapolated_row_equals_the_fully_planned_one(data, count, step, deep):
     """Each operation may come to lie within the logits, from some number of blocks on."""
     names = "abcd"[:count]
     slopes = {name: data.draw(st.sampled_from((0.0, 1.0, 10.0))) for name in names}
@@ -69,7 +69,7 @@ def test_a_small_operation_off_its_line_is_left_out():
 
 
 @pytest.mark.parametrize("what", ["seconds", "flops"])
-def test_other_numbers_prove_the_line_too(what):
+def test_extrapolation_requires_all_figures_on_a_line(what):
     models = {n: summary({"loss": 10.0 * n}, n, **{what: 100.0 + n}) for n in (4, 5, 6)}
     assert extrapolate_line(models, 80) is not None
     models[5] = summary({"loss": 50.0}, 5, **{what: 103.0})
@@ -119,13 +119,13 @@ def test_no_row_is_refused_where_its_extrapolation_nearly_fits():
     assert refined([far, row(2, 50.0, 2.0)], {})[1] == [2]
 
 
-def test_nothing_fits_only_by_a_row_that_is_planned_in_full():
+def test_no_row_is_reported_to_fit_before_it_is_planned_in_full():
     rows, asked = refined([row(1, 500.0, 1.0), row(2, 300.0, 2.0)], {2: 55.0})
     assert asked == [2] and [r.peak_bytes for r in rows] == [500.0, 55.0]
     assert refined([row(1, 500.0, 1.0)], {})[1] == [1]
 
 
-def test_the_first_three_that_fit_are_planned_in_full():
+def test_the_three_fastest_rows_that_fit_are_planned_in_full():
     rows = [row(n, 10.0, float(n)) for n in range(1, 6)]
     assert sorted(refined(rows, {})[1]) == [1, 2, 3]
     assert sorted(refined(rows, {2: 200.0})[1]) == [1, 2, 3, 4]  # the second does not fit after all

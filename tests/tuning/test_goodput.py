@@ -19,7 +19,7 @@ HOUR = 3600.0
 STEP = "tests.tuning.spaces:make_step"
 
 
-def test_without_failures_a_run_loses_its_saves_alone():
+def test_without_failures_goodput_loses_only_the_time_of_saves():
     result = tuning.goodput(1.0, 8, Reliability(math.inf, save=10), every=90, days=1, samples=2)
     assert result.share.median == pytest.approx(0.9) and result.failures == 0
     assert result.losses["saves"] == pytest.approx(0.1) and sum(result.losses.values()) == pytest.approx(0.1)
@@ -28,7 +28,7 @@ def test_without_failures_a_run_loses_its_saves_alone():
 @pytest.mark.parametrize(
     "save,restart,every", cases([(100.0, 500.0, 1400.0), (10.0, 0.0, 200.0)], [(30.0, 2000.0, 5000.0)])
 )
-def test_failures_cost_what_dalys_formula_says(save, restart, every):
+def test_the_goodput_under_failures_follows_dalys_formula(save, restart, every):
     """The expected time of a run whose restarts may fail too, FGCS 22 (2006), equation 13."""
     mtbf = 10_000.0
     what_fails = Reliability(mtbf * 1000, save=save, detection=0, restart=restart)
@@ -38,7 +38,7 @@ def test_failures_cost_what_dalys_formula_says(save, restart, every):
     assert result.failures == pytest.approx(1000 * 86400 / mtbf, rel=0.02)
 
 
-def test_the_best_time_between_saves_is_near_the_formulas():
+def test_the_simulated_best_save_interval_is_near_the_formulas():
     result = tuning.goodput(0.5, 1000, Reliability(1e8, save=20), days=300, samples=12)
     assert result.formula == pytest.approx(tuning.save_interval(1e5, 20))
     assert 0.5 * result.formula <= result.every <= 2 * result.formula
@@ -47,7 +47,7 @@ def test_the_best_time_between_saves_is_near_the_formulas():
 
 
 @pytest.mark.parametrize("save", [1.0, 100.0, 1000.0])
-def test_the_formulas_time_between_saves_loses_least(save):
+def test_the_formulas_save_interval_loses_least(save):
     """Of all times, by the exact expectation."""
     mtbf = 10_000.0
     best = max(range(10, 20_000, 10), key=lambda every: every / math.expm1((every + save) / mtbf))
@@ -55,7 +55,7 @@ def test_the_formulas_time_between_saves_loses_least(save):
 
 
 @pytest.mark.slow
-def test_a_save_that_is_not_complete_is_lost():
+def test_a_failure_during_a_save_loses_that_save():
     """A failure before its end falls back to the save before, so each failure loses that much more."""
     what_fails = Reliability(1e7, save=1, detection=0, restart=0)
     soon, late = (
@@ -65,7 +65,7 @@ def test_a_save_that_is_not_complete_is_lost():
     assert late.losses["lost steps"] - soon.losses["lost steps"] == pytest.approx(0.03, rel=0.1)
 
 
-def test_a_slow_device_slows_all():
+def test_a_slow_device_slows_all_ranks():
     """One device is slow for an hour after a lifetime of ten, and steps then take half as long again."""
     what_fails = Reliability(math.inf, save=0, slow_mtbf=10 * HOUR, slow_factor=1.5, slow_seconds=HOUR)
     result = tuning.goodput(1.0, 1, what_fails, every=600, days=2000, samples=4)
@@ -106,7 +106,7 @@ def test_a_run_stands_still_without_its_only_replica():
         assert result.failures == pytest.approx(1500, rel=0.05)  # a missing device does not fail
 
 
-def test_two_slow_devices_are_slow_for_longer_than_one():
+def test_two_slow_devices_cost_more_goodput_than_one():
     what_fails = Reliability(math.inf, save=0, slow_mtbf=HOUR, slow_factor=2.0, slow_seconds=HOUR)
     result = tuning.goodput(1.0, 1, what_fails, every=600, days=either(400, 1000), samples=4)
     assert result.losses["slow ranks"] == pytest.approx((1 - math.exp(-1)) / 2, rel=0.03)
@@ -123,7 +123,7 @@ def test_two_slow_devices_are_slow_for_longer_than_one():
     every=st.floats(1, 5000),
     seed=st.integers(0, 99),
 )
-def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, lost, every, seed):
+def test_every_second_of_a_simulated_run_is_counted_once(mtbf, save, commit, times, slow, devices, lost, every, seed):
     what_fails = Reliability(mtbf, save, commit, *times, *slow, lost)
     horizon = 200_000.0
     one = SimulatedRun(what_fails, devices, every, horizon, random.Random(seed)).simulate()
@@ -132,7 +132,7 @@ def test_every_second_is_counted_once(mtbf, save, commit, times, slow, devices, 
     assert one.seconds[_USEFUL] == pytest.approx(one.work, abs=1e-3)  # what the state contains at the end
 
 
-def test_llama_3_is_held_to_its_paper():
+def test_the_simulated_goodput_of_llama_3_matches_its_paper():
     """466 interruptions in 54 days on 16,384 GPUs, and over 90% effective time, arXiv:2407.21783, section 3.3.4."""
     what_fails = Reliability(54 * 86400 * 16384 / 466, save=4, commit=60, restart=300)
     result = tuning.goodput(6.3, 16384, what_fails, days=54, samples=8)
@@ -186,7 +186,7 @@ def test_a_replica_of_the_model_is_lost_as_a_whole(capsys):
     assert share == pytest.approx(50, abs=5)
 
 
-def test_the_picture_has_the_formulas_line(tmp_path):
+def test_the_picture_of_goodput_has_the_formulas_line(tmp_path):
     result = tuning.goodput(1.0, 100, Reliability(1e6), days=2, samples=2)
     result.plot(tmp_path / "goodput.png")
     assert (tmp_path / "goodput.png").stat().st_size > 5000
@@ -210,7 +210,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_number_is_refused(name):
+def test_wrong_arguments_of_goodput_are_refused(name):
     make, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make()

@@ -62,7 +62,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("name,split", cases())
-def test_a_model_trains_alike_however_it_is_split(name, split):
+def test_a_planned_model_trains_alike_on_every_mesh(name, split):
     length = 15 if "divide" in split else LENGTH
     shape = TINY[name].pad_vocab(4)
     expected = losses(shape, WHOLE, length)
@@ -97,7 +97,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_tokens_that_cannot_be_split_are_refused(name, monkeypatch):
+def test_a_length_that_the_axis_of_tokens_cannot_split_is_refused(name, monkeypatch):
     model, length, axes, message = BAD[name]
     for tiny, shape in TINY.items():
         monkeypatch.setitem(PRESETS, f"tiny-{tiny}", shape)
@@ -105,7 +105,7 @@ def test_tokens_that_cannot_be_split_are_refused(name, monkeypatch):
         tuning.model_step(model, length=length)(Configuration(1, 1, 1, ranks=2, **axes))
 
 
-def test_explicit_attention_is_not_split():
+def test_explicit_attention_is_not_split_over_tokens():
     with pytest.raises(ValueError, match="cp=2: attention across ranks is always fused"):
         tuning.model_step("gpt2", length=16, explicit=True)(Configuration(1, 1, 1, ranks=2, cp=2))
 
@@ -126,7 +126,7 @@ def test_the_table_and_the_lines_to_paste_name_the_axis():
 
 
 @pytest.mark.parametrize("name", ["causal", "experts"])
-def test_products_in_float8_train_as_exact_ones(name):
+def test_a_planned_model_with_float8_products_trains_as_the_exact_one(name):
     shape = TINY[name]
     exact, coded = (losses(shape, Configuration(1, 4, 1, precision="float32", float8=x), 16) for x in (None, "rowwise"))
     assert exact != coded and exact == pytest.approx(coded, rel=0.02)

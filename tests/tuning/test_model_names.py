@@ -165,7 +165,7 @@ def test_explicit_attention_keeps_its_weights(tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", (2, 3))
-def test_few_blocks_of_a_model_say_what_many_take(stage):
+def test_a_deep_model_is_extrapolated_from_models_of_few_blocks(stage):
     make_step = tuning.model_step("gpt2", length=512)
     config = Configuration(stage, 4, 1, True, ranks=16, depth=24)
     row = ConfigurationPlanner(make_step, tuning.A100)(config)
@@ -182,7 +182,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_model_is_refused(name):
+def test_wrong_model_names_are_refused(name):
     (model, length), message = BAD[name]
     with pytest.raises(ValueError, match=message):
         tuning.model_step(model, length=length)
@@ -200,7 +200,7 @@ def test_a_wrong_model_is_refused(name):
         ),
     ],
 )
-def test_a_wrong_configuration_is_refused(text, message, tmp_path):
+def test_wrong_configuration_files_are_refused(text, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -208,7 +208,7 @@ def test_a_wrong_configuration_is_refused(text, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_fewer_bytes_are_planned_and_pasted():
+def test_quantised_states_appear_in_the_plan_and_in_the_lines_to_paste():
     """Codes on the wire and moments in 8 bits, with the bytes that they save, and their lines in the recipe."""
     make_step = tuning.model_step("gpt2", length=64)
     options = {"world_size": 8, "global_batch": 8, "machine": "h100", "stages": (3,), "remat": (True,), "depth": 1}
@@ -233,7 +233,7 @@ def test_fewer_bytes_are_planned_and_pasted():
     assert "gather int8, reduce int4" in str(coded.config) and "moments int8" in str(small.config)
 
 
-def test_products_in_float8_are_those_of_blocks():
+def test_a_plan_with_float8_multiplies_the_layers_of_blocks_in_float8():
     """Six layers a block, each with a product forward and two backward; sizes that 16 does not divide stay exact."""
     config = Configuration(3, 1, 1, ranks=8, depth=1)
     for scaling in either(("rowwise",), ("tensorwise", "rowwise")):
@@ -259,13 +259,13 @@ def test_a_compiled_step_has_other_seconds_and_the_same_bytes():
 
 
 @pytest.mark.parametrize("word", ["gather", "reduce", "moments", "float8"])
-def test_unknown_numbers_are_refused(word):
+def test_unknown_dtypes_of_a_plan_are_refused(word):
     options = {"world_size": 8, "global_batch": 8, "machine": "h100", "depth": 2}
     with pytest.raises(ValueError, match=f"{word}='int3': expected "):
         fzero.tune(tuning.model_step("gpt2", length=64), **options, **{word: "int3"})
 
 
-def test_every_second_block_recomputes():
+def test_remat_every_2_recomputes_every_second_block():
     """Half of the blocks do the work twice. Models of few blocks prove a deep one, if their depths have its parity."""
     make_step = ModelStep(replace(TINY["causal"], depth=2), 32, False)
     rows = {

@@ -30,7 +30,7 @@ SPACE = make_search_space(
 )
 
 
-def test_layouts_are_those_that_make_up_the_world():
+def test_planned_layouts_are_all_that_multiply_to_the_world_size():
     places = {(c.ranks, c.tp, c.pp, c.schedule) for c in SPACE}
     assert places == {
         (8, 1, 1, "1f1b"),
@@ -93,7 +93,7 @@ def test_a_row_is_the_plan_of_the_fullest_rank(table):
         assert (len(plans[0].messages) > 0) == (row.config.pp > 1)
 
 
-def test_the_bytes_are_those_of_a_formula(table):
+def test_the_traffic_of_a_layout_equals_a_formula(table):
     """A message is an activation. Along tp each block sums one forward, and one backward but the model's first."""
     activation = 8 * WIDTH * 2  # of a micro-batch, in bfloat16
     for row in table.rows:
@@ -106,7 +106,7 @@ def test_the_bytes_are_those_of_a_formula(table):
 
 
 @pytest.mark.slow
-def test_the_best_is_that_of_trying_all(table):
+def test_the_best_layout_equals_that_of_an_exhaustive_search(table):
     """At each budget that a row just meets, and just does not."""
     results = [(row.config, max(p.peak_bytes for p in ranks_of(row.config)), row.seconds) for row in table.rows]
     writer = Kept()
@@ -123,7 +123,7 @@ def test_the_best_is_that_of_trying_all(table):
 
 
 @pytest.mark.slow
-def test_two_runs_say_the_same_on_any_number_of_processes(table):
+def test_a_table_of_layouts_does_not_depend_on_the_number_of_workers(table):
     again = fzero.tune(make_step, **FEW, memory=1e12, workers=2)
     assert str(again) == str(table) and again.to_json() == table.to_json()
     assert Table.from_json(table.to_json()).to_csv() == again.to_csv()
@@ -142,7 +142,7 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
     assert _fullest_of(Configuration(1, 1, 1)) == (0,)
 
 
-def test_a_row_takes_what_the_slowest_rank_does():
+def test_the_row_of_a_pipeline_has_the_seconds_of_its_slowest_rank():
     def digest(peak: float, seconds: float) -> PlanSummary:
         return PlanSummary({("a",): {"parameters": peak}}, {"pp": peak}, 0.0, peak, {(): ScheduleCost(peak, seconds)})
 
@@ -162,7 +162,7 @@ def test_no_rank_of_a_longer_pipeline_is_fuller(schedule):
 # ---------------------------------------------------------------- models of many blocks
 
 
-def test_few_blocks_leave_each_stage_as_uneven_as_it_is():
+def test_models_of_few_blocks_keep_the_unevenness_of_pipeline_stages():
     def of(depth: int, **more: Any) -> Any:
         return depths_of(Configuration(1, 1, 1, depth=depth, **more))
 
@@ -189,19 +189,19 @@ MANY = ({"tp": 2, "pp": 2}, {"pp": 2, "schedule": "zb"}, {"tp": 4})
 
 @pytest.mark.slow
 @pytest.mark.parametrize("places", MANY, ids=str)
-def test_few_blocks_say_what_many_take(places):
+def test_a_deep_pipeline_is_extrapolated_from_few_blocks(places):
     check_few_blocks(make_step, Configuration(3, 8, 4, ranks=2, depth=30, **places))
 
 
 @pytest.mark.slow
-def test_few_blocks_know_whether_reductions_stay_in_flight_across_iterations():
+def test_models_of_few_blocks_decide_on_carried_reductions_as_deep_ones():
     """With few blocks that takes more than 3% of the peak, and with many it does not."""
     check_few_blocks(make_step, Configuration(2, 1024, 4, ranks=4, depth=18))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("places", MANY, ids=str)
-def test_few_blocks_of_a_model_say_what_many_take(places, monkeypatch):
+def test_a_deep_pipelined_model_is_extrapolated_from_few_blocks(places, monkeypatch):
     """Of one with an embedding and a head, so that the ranks of its pipeline differ."""
     monkeypatch.setitem(PRESETS, "tiny", replace(TINY["causal"], width=256, kv_heads=4, mlp=1024, vocab=512, depth=30))
     check_few_blocks(tuning.model_step("tiny", length=64), Configuration(2, 2, 4, ranks=2, depth=30, **places))
@@ -225,7 +225,7 @@ def test_a_table_tells_layouts_and_bytes_by_axis(table):
     assert Table.from_json(table.to_json()) == table
 
 
-def test_a_page_filters_by_layout(table):
+def test_the_page_of_a_plan_filters_by_layout(table):
     made = page([Case({"model": "x"}, table, make_step)])
     (data,) = json.loads(made.split('type="application/json">')[1].split("</script>")[0])["cases"]
     assert data["axes"] == ["tp", "pp"] and {(r["tp"], r["pp"]) for r in data["rows"]} == {
@@ -287,7 +287,7 @@ def test_pipelines_of_other_stages_on_a_rank_are_not_compared():
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_weight_decay_leaves_norms_out_in_pipelines_too(pp):
+def test_weight_decay_of_a_planned_pipeline_leaves_norms_out(pp):
     """A pipeline stacks the blocks, so a norm's weight has two dimensions there."""
     norm, matrix = (torch.empty(*[4] * (pp > 1), *size, device="meta") for size in ((8,), (8, 8)))
     mask = _matrices(Configuration(1, 1, 1, pp=pp))({"blocks": {"norm": norm, "w": matrix}, "tokens": matrix[..., :8]})
@@ -302,7 +302,7 @@ def test_a_schedule_does_not_take_any_number_of_stages(setting):
 
 
 @pytest.mark.parametrize("changed", cases([*RECIPES[1::2], RECIPES[-1]], RECIPES), ids=str)
-def test_the_lines_to_paste_run(changed):
+def test_the_lines_to_paste_of_a_parallel_plan_run(changed):
     """They make the mesh and the step that were planned, and train as the whole model does."""
     config = replace(Configuration(2, 2, 1, precision="float32", ranks=2, depth=4), **changed)
     torch.manual_seed(0)
@@ -373,7 +373,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_layout_is_refused(name):
+def test_wrong_layouts_are_refused_by_tune(name):
     changed, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         fzero.tune(make_step, **{**ASKED, **changed})
@@ -410,7 +410,7 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch):
         step(Configuration(1, 1, 4, pp=2, schedule="interleaved"))
 
 
-def test_what_fits_nothing_is_told_of_further_axes(table):
+def test_a_search_that_fits_nothing_advises_further_axes(table):
     with pytest.raises(ValueError, match=r"Try .*or cp=2, .* each sequence, or pp=2, a pipeline, or more ranks$"):
         replace(table, budget=1.0).best()
     one = replace(table, budget=1.0, rows=tuple([r for r in table.rows if r.config.tp == r.config.pp == 1]))

@@ -32,7 +32,7 @@ falling = st.lists(st.integers(0, 10**6), min_size=2, max_size=300).map(lambda x
 @example([5, 5, 5, 1], 4)
 @example([9, 1, 1, 1], 1)
 @example([2, 1], 1)
-def test_the_first_that_fits_is_found_of_any_falling_values(peaks, budget):
+def test_the_search_for_a_ratio_finds_the_least_that_fits(peaks, budget):
     asked: list[int] = []
     result = _first_fit(lambda k: asked.append(k) or peaks[k], budget, len(peaks) - 1)
     assert result == by_hand(peaks, budget)
@@ -40,7 +40,7 @@ def test_the_first_that_fits_is_found_of_any_falling_values(peaks, budget):
 
 
 @given(a=st.integers(1, 10**12), b=st.integers(0, 10**9), parts=st.integers(1, 10**5), share=st.floats(0, 1))
-def test_on_a_line_four_looks_are_enough(a, b, parts, share):
+def test_the_search_for_a_ratio_on_a_line_plans_at_most_five_steps(a, b, parts, share):
     asked: list[int] = []
     peaks = [a * parts + b, b]
     _first_fit(lambda k: asked.append(k) or a * (parts - k) + b, peaks[1] + share * (peaks[0] - peaks[1]), parts)
@@ -51,7 +51,7 @@ def test_on_a_line_four_looks_are_enough(a, b, parts, share):
 @examples(0, 4)
 @given(way=WAYS, n=world_sizes(8), share=st.floats(0, 1.1))
 @example((2, False, "host"), 8, 0.0)
-def test_a_ratio_is_that_of_trying_all(way, n, share):
+def test_the_offload_ratio_equals_that_of_an_exhaustive_search(way, n, share):
     """Of plans, at every world size; a larger budget never asks for more."""
 
     def plan_at(ratio: float) -> fzero.graph.Plan:
@@ -150,12 +150,12 @@ BAD["a host's budget of 0"] = ({"host_budget": 0}, ValueError, r"host_budget=0: 
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_argument_is_refused(name):
+def test_wrong_arguments_of_offload_ratio_are_refused(name):
     given_, error, message = BAD[name]
     asked: dict[str, Any] = {"make_step": lambda r: planned(r), "memory_budget": 10**9} | given_
     with pytest.raises(error, match=message):
         fzero.tuning.offload_ratio(**asked)
 
 
-def test_what_just_fits_is_let_through():
+def test_a_state_that_just_fits_on_the_host_is_accepted():
     assert fzero.tuning.offload_ratio(lambda r: planned(r), ALL, host_budget=HOST, parts=1).ratio == 1

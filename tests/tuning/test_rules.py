@@ -21,7 +21,7 @@ def judged(*rows: TableRow, devices_per_host: int = 8) -> dict[str, tuple[bool, 
     return {v.rule: (v.is_followed, v.why) for v in verdicts(fitting[0], fitting, devices_per_host)}
 
 
-def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
+def test_a_table_of_one_row_is_judged_by_one_rule():
     assert judged(row(1.0)) == {SETTINGS: (True, "")}
 
 
@@ -51,7 +51,7 @@ def test_a_lone_row_is_by_the_only_rule_that_speaks_of_it():
         ),
     ],
 )
-def test_a_rule_that_is_not_kept_says_by_how_much_and_why(rule, best, other, why):
+def test_a_broken_rule_says_by_how_much_and_why(rule, best, other, why):
     """The one that the rule would take is slower; were it the faster, the rule would be kept."""
     result = judged(row(1.0, **best), row(1.5, **other))
     holds, said = result[rule]
@@ -60,12 +60,12 @@ def test_a_rule_that_is_not_kept_says_by_how_much_and_why(rule, best, other, why
     assert judged(row(2.0, **best), row(1.5, **other))[rule] == (True, "")
 
 
-def test_what_the_model_cannot_tell_is_said():
+def test_a_rule_within_the_cost_models_resolution_says_so():
     (holds, why) = judged(row(1.0, stage=2), row(1.004, stage=1))[STAGE]
     assert not holds and why.endswith("takes 0.4% more, which is less than the cost model can resolve")
 
 
-def test_settings_are_chosen_at_the_smallest_micro_batch():
+def test_a_rule_requires_the_smallest_micro_batch_before_lean_settings():
     """There stage 3 is the fastest; where the batch is set aside, another stage is."""
     small = [row(4.0, stage=1), row(3.0, stage=3)]
     large = [row(s, stage=stage, micro_batch=8, accumulation=1) for s, stage in ((1.0, 1), (2.0, 3))]
@@ -74,7 +74,7 @@ def test_settings_are_chosen_at_the_smallest_micro_batch():
     assert judged(*small, replace(large[1], seconds=0.5))[SETTINGS] == (True, "")
 
 
-def test_experts_stay_within_a_machine():
+def test_a_rule_keeps_experts_within_a_machine():
     rows = row(1.0, ep=4), row(2.0, ep=8), row(3.0, ep=16)
     assert judged(*rows, devices_per_host=4)[EXPERTS] == (True, "")
     assert judged(*rows, devices_per_host=8)[EXPERTS][1].startswith(
@@ -82,7 +82,7 @@ def test_experts_stay_within_a_machine():
     )
 
 
-def test_a_model_lies_within_a_machine_and_a_pipeline_across():
+def test_a_rule_keeps_tensor_parallelism_within_a_machine_and_pipelines_across():
     """Of layouts over equally many ranks the one with most of a machine's devices to a matrix, and no more."""
     rows = row(1.0, tp=4, pp=4), row(2.0, tp=8, pp=2), row(3.0, tp=16), row(4.0, tp=2, pp=8)
     assert judged(*rows, devices_per_host=4)[WITHIN] == (True, "")
@@ -95,14 +95,14 @@ def test_a_model_lies_within_a_machine_and_a_pipeline_across():
     assert WITHIN not in judged(row(1.0, pp=4), row(2.0, pp=2)) and WITHIN not in judged(row(1.0), row(2.0))
 
 
-def test_a_layout_is_compared_whatever_follows_from_it():
+def test_rules_compare_layouts_that_differ_in_derived_settings():
     """Fewer data-parallel ranks have more micro-batches each."""
     one, two = row(1.0, ranks=4, accumulation=8), row(2.0, ranks=2, accumulation=16, pp=2, schedule="gpipe")
     assert judged(one, two)[SPREAD] == (True, "")
     assert judged(replace(one, seconds=3.0), two)[SPREAD][0] is False
 
 
-def test_a_pipeline_is_filled_and_not_overfilled():
+def test_a_rule_bounds_the_micro_batches_of_a_pipeline():
     rows = [row(s, pp=2, micro_batch=m, accumulation=64 // m) for s, m in ((1.0, 4), (2.0, 2), (3.0, 8), (4.0, 1))]
     assert judged(*rows)[CHUNKS] == (True, "")  # 16 for two ranks
     holds, why = judged(*rows[1:])[CHUNKS]
@@ -112,13 +112,13 @@ def test_a_pipeline_is_filled_and_not_overfilled():
     assert CHUNKS not in judged(row(1.0), row(2.0, micro_batch=8, accumulation=1))
 
 
-def test_bytes_are_told_by_axis():
+def test_a_broken_rule_lists_bytes_by_axis():
     two = replace(row(1.5, stage=1), traffic_bytes={"dp": 1e9, "tp": 2e9})
     why = judged(row(1.0, stage=2), two)[STAGE][1]
     assert why.endswith("it moves 3.0 GB (1.0 GB along dp, 2.0 GB along tp) instead of 1.0 GB")
 
 
-def test_only_what_fits_and_differs_in_one_thing_is_compared():
+def test_rules_compare_fitting_rows_that_differ_in_one_setting():
     assert STAGE not in judged(row(1.0, stage=2), row(2.0, stage=1, remat=True))
     table = Table((row(1.0, stage=2), row(2.0, stage=1)), (), H100, None, budget=2e9)
     assert {v.rule for v in table.rules()} == {SETTINGS, STAGE}

@@ -65,7 +65,7 @@ class Processes:
 @pytest.mark.slow
 @examples(8, 100)
 @given(budget=st.floats(0, 200), workers=st.integers(2, 6), data=st.data())
-def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, workers, data):
+def test_the_rows_that_a_search_plans_do_not_depend_on_the_number_of_workers(budget, workers, data):
     with pytest.MonkeyPatch.context() as patch:
         one = Processes(1, lambda _: 0, patch)
         alone = [*search_rows(SPACE, one.start, 1, budget)]
@@ -83,7 +83,7 @@ def test_the_same_is_planned_and_skipped_on_any_number_of_processes(budget, work
     assert many.idle <= workers * workers or left == 0  # but for the last tasks, none waits
 
 
-def test_a_row_that_comes_to_be_skipped_is_left_out():
+def test_a_row_that_is_skipped_while_planned_is_left_out():
     with pytest.MonkeyPatch.context() as patch:
         many = Processes(8, lambda _: 0, patch)
         results = [*search_rows(SPACE, many.start, 8, 1.0)]  # nothing fits
@@ -133,7 +133,7 @@ def test_whether_a_fork_can_differentiate_does_not_depend_on_the_grad_mode():
         _search._differentiate()
 
 
-def test_an_error_ends_the_search():
+def test_an_error_in_a_worker_ends_the_search():
     def start(config: Configuration) -> Future[TableRow]:
         raise ZeroDivisionError
 
@@ -167,7 +167,7 @@ def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.Table, int]:
     return table, len(make_step.made) - before
 
 
-def test_a_row_is_planned_once():
+def test_a_search_plans_each_row_once():
     make_step = Counted()
     first, made = tuned(make_step, stages=(2,), depth=15)
     again, none = tuned(make_step, stages=(2,), depth=15)
@@ -180,7 +180,7 @@ def test_a_row_is_planned_once():
     "what",
     ["the step", "the machine", "a link", "the configuration", "the code of fzero", "torch", "a file that is cut off"],
 )
-def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cache):
+def test_a_cached_row_is_planned_anew_when_its_inputs_change(what, monkeypatch, cache):
     make_step = Counted()
     first, made = tuned(make_step)
     asked: dict[str, Any] = {}
@@ -205,14 +205,14 @@ def test_a_row_is_planned_anew_where_something_is_another(what, monkeypatch, cac
     assert tuned(make_step, **asked) == (again, 0)
 
 
-def test_a_budget_is_none_of_what_a_row_depends_on():
+def test_a_cached_row_does_not_depend_on_the_memory_budget():
     make_step = Counted()
     tuned(make_step)
     table, made = tuned(make_step, memory=1.0)
     assert made == 0 and not table.fitting
 
 
-def test_a_step_that_says_no_key_is_planned_each_time(cache):
+def test_a_step_without_a_cache_key_is_planned_each_time(cache):
     made: list[Any] = []
     for _ in range(2):
         fzero.tune(lambda c: made.append(c) or planned(c), **ASKED, machine=CPU, remat=(False,))

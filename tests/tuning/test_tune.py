@@ -58,7 +58,7 @@ def test_a_row_is_the_plan_of_its_configuration():
 
 @examples(8, 60)
 @given(share=st.floats(0, 1.2), at=st.deferred(lambda: st.sampled_from(peaks())))
-def test_the_best_is_that_of_trying_all(share, at):
+def test_the_best_row_equals_that_of_an_exhaustive_search(share, at):
     """At any budget, also one that a row just meets; what is skipped would not have fitted."""
     for budget in (at, share * peaks()[-1] + 1):
         table = fzero.tune(lambda c: planned(c), **SPACE, memory=budget, offload=(0.0, 1.0))
@@ -74,7 +74,7 @@ def test_the_best_is_that_of_trying_all(share, at):
             assert skipped.config.holds_no_less_than(skipped.smaller)
 
 
-def test_something_is_skipped():
+def test_a_search_skips_rows_that_cannot_fit():
     """Where the leanest of all stages do not fit, no other micro-batch and no less of remat is planned."""
     table = fzero.tune(lambda c: planned(c), **SPACE, memory=1000)
     assert {(r.config.micro_batch, r.config.remat) for r in table.rows} == {(8, True)}
@@ -93,7 +93,7 @@ def test_min_peak_bytes_bound_the_peaks_of_configurations_that_hold_no_less():
     "stage,remat,depth",
     cases(((3, True, 15),), ((1, False, 18), (1, True, 15), (3, False, 40))),
 )
-def test_few_blocks_say_what_many_take(stage, remat, depth):
+def test_a_deep_step_is_extrapolated_from_few_blocks(stage, remat, depth):
     config = Configuration(stage, 8, 8, remat, ranks=4, depth=depth)
     row, plan = ConfigurationPlanner(make_step, CPU)(config), fzero.plan(*make_step(config), hardware=CPU.as_hardware())
     assert not row.in_full
@@ -103,7 +103,7 @@ def test_few_blocks_say_what_many_take(stage, remat, depth):
 
 
 @pytest.mark.slow
-def test_the_first_three_are_planned_in_full():
+def test_the_three_fastest_rows_are_planned_in_full():
     asked = {**SPACE, "stages": (2,), "remat": (False, True), "depth": 18}
     table = fzero.tune(make_step, **asked, memory=1e12)
     assert [r.in_full for r in table.fitting[:3]] == [True] * 3
@@ -112,13 +112,13 @@ def test_the_first_three_are_planned_in_full():
 
 
 @pytest.mark.slow
-def test_two_runs_say_the_same_on_any_number_of_processes():
+def test_a_table_does_not_depend_on_the_number_of_workers():
     asked = {**SPACE, "stages": (2, 3), "remat": (False,), "micro_batches": (64,), "memory": 1e12}
     tables = [fzero.tune(make_step, **asked, workers=n) for n in (1, 2)]
     assert str(tables[0]) == str(tables[1]) and tables[0].to_json() == tables[1].to_json()
 
 
-def test_a_table_says_what_it_knows():
+def test_a_table_prints_its_rows_budget_and_frontier():
     table = fzero.tune(lambda c: planned(c), **SPACE, memory=40e6, margin=0.1)
     said = str(table)
     assert f"of {len(table.rows) + len(table.skipped)} configurations fit" in said and "less a margin" in said
@@ -138,7 +138,7 @@ def test_a_table_says_what_it_knows():
         assert one.seconds < other.seconds and one.peak_bytes > other.peak_bytes
 
 
-def test_the_reason_names_what_the_nearest_faster_one_lacks():
+def test_the_reason_of_the_best_row_names_the_memory_that_the_next_faster_lacks():
     of = {
         r.config.remat: r
         for r in tried().rows
@@ -156,13 +156,13 @@ def test_the_reason_names_what_the_nearest_faster_one_lacks():
     assert replace(table, budget=1e10).best().reason == "No planned configuration is faster"
 
 
-def test_a_table_plots(tmp_path):
+def test_a_table_of_plans_draws_a_picture(tmp_path):
     tried().plot(tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
-def test_the_host_takes_its_time_where_there_is_one():
+def test_updates_on_the_host_take_the_time_of_its_memory_and_link():
     """An update on the host waits for its memory and its link; one on the device for neither."""
 
     def row(offload: float, **changed: float) -> Any:
@@ -245,7 +245,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_argument_is_refused(name):
+def test_wrong_arguments_of_tune_are_refused(name):
     given_, error, message = BAD[name]
     asked: dict[str, Any] = {"make_step": make_step, **SPACE, "micro_batches": None} | given_
     with pytest.raises(error, match=message):
@@ -264,7 +264,7 @@ def test_a_budget_that_nothing_fits_says_what_to_change():
     assert "nothing fits" in str(table) and json.loads(table.to_json())["best"] is None
 
 
-def test_an_error_in_a_step_says_of_which_configuration():
+def test_an_error_in_a_planned_step_names_its_configuration():
     def broken(config: Configuration) -> Any:
         return (lambda x: x.sum().item()), torch.empty(3, device="meta")
 
@@ -330,7 +330,7 @@ def test_each_constant_has_its_source():
         assert [name for name, source in given_.items() if source == "as given"] == ["products of half precision"]
 
 
-def test_attention_of_a_cpu_counts_as_a_gpus():
+def test_attention_planned_on_a_cpu_counts_as_on_a_gpu():
     q = torch.empty(2, 4, 8, 16, device="meta")
     plan = fzero.plan(lambda q: torch.func.grad(lambda q: _attended(q).sum())(q), q)
     assert plan.flops == (4 + 10) * 2 * 4 * 8 * 8 * 16
@@ -340,7 +340,7 @@ def _attended(q: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
-def test_float32_products_take_longer():
+def test_float32_products_take_longer_in_the_cost_model():
     config, at = (
         Configuration(1, 8, 8, precision="float32", ranks=4),
         H100.as_hardware()._replace(flops=1e9, product_flops=0.0),

@@ -51,7 +51,7 @@ def run(watched: Any, args: tuple[Any, ...], calls: int) -> list[float]:
     return losses
 
 
-def test_the_measured_peak_is_the_plans_and_the_step_is_the_step():
+def test_a_watched_step_has_the_planned_peak_and_unchanged_results():
     said: list[str] = []
     args, watched = trained(print_fn=said.append, every=3)
     again, plain = trained()
@@ -62,7 +62,7 @@ def test_the_measured_peak_is_the_plans_and_the_step_is_the_step():
     assert [line.split(":")[0] for line in said] == ["step 1", "step 3"] and not watched.hints
 
 
-def test_each_call_is_written_once_and_in_order(tmp_path):
+def test_watch_logs_each_call_once_in_order(tmp_path):
     rows: list[Any] = []
     path = tmp_path / "watch.jsonl"
     args, watched = trained(every=4, first=100)
@@ -103,7 +103,7 @@ def test_a_step_that_was_compiled_before_is_measured_at_once():
     assert watched.last.step == 0 and not watched.last.has_compilation
 
 
-def test_memory_outside_of_the_graph_is_seen():
+def test_watch_reports_memory_outside_of_the_graph():
     """A step that holds more than its plan, since its memory is not its own, as a kernel's workspace is not."""
     x = torch.ones(512, 512)
     step = fzero.jit(lambda x: torch.tanh(x) @ x, backend="fx")
@@ -143,7 +143,7 @@ def test_ranks_in_lockstep_have_no_plan():
     assert watched.last is None and not watched.hints
 
 
-def test_what_the_step_raises_is_raised():
+def test_watch_raises_the_errors_of_the_step():
     watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), print_fn=None, every=1)
     watched(torch.ones(3, 3))
     with pytest.raises(RuntimeError):
@@ -203,12 +203,12 @@ CASES: dict[str, tuple[list[StepMeasurement], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hint_names_the_cause(name):
+def test_a_hint_of_watch_names_the_cause(name):
     measurements, names = CASES[name]
     assert [h.name for h in find_hints(measurements)] == names
 
 
-def test_hints_say_by_how_much_and_what_to_do():
+def test_hints_of_watch_have_figures_and_a_remedy():
     said = " ".join(map(str, find_hints([reading(reserved_bytes=11_200_000_000)])))
     assert said.startswith("fragmentation: the allocator holds 11.2 GB, 12% above plan, of which 1.2 GB")
     assert "expandable_segments" in said
@@ -216,7 +216,7 @@ def test_hints_say_by_how_much_and_what_to_do():
     assert "peak 15% above plan: 1.5 GB are held besides the step's arguments" in said
 
 
-def test_a_hint_is_said_once():
+def test_watch_prints_each_hint_once():
     said: list[str] = []
     x = torch.ones(8, 8)
     watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), every=1, print_fn=said.append, machine=CPU)
@@ -287,7 +287,7 @@ def test_a_gpus_counters_are_read_around_the_call_and_its_events_when_they_are_o
     assert two.seconds() == 1.0 and two.idle_seconds() == 1.0
 
 
-def test_a_device_that_is_behind_is_not_waited_for(gpu, monkeypatch):
+def test_watch_does_not_wait_for_the_device(gpu, monkeypatch):
     monkeypatch.setattr("fzero.tuning._watch.meter_of", lambda tensors: meter_of([GPU]))
     rows: list[Any] = []
     x = torch.ones(4, 4)
@@ -324,7 +324,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_argument_is_refused(name):
+def test_wrong_arguments_of_watch_are_refused(name):
     args, asked, error, message = BAD[name]
     with pytest.raises(error, match=message):
         tuning.watch(*args, **asked)

@@ -56,7 +56,7 @@ def as_one_axis(axes: dict[str, int], names: tuple[str, ...], X: torch.Tensor) -
 
 @examples(30, 60)
 @given(meshes_and_axes(), st.data(), simulations)
-def test_over_some_axes_is_over_one_axis_of_as_many_ranks(mesh_and_axes, data, simulate):
+def test_a_collective_over_several_axes_equals_that_over_one_axis_of_as_many_ranks(mesh_and_axes, data, simulate):
     """Any tuple of axes, in any order, means one axis whose ranks are theirs, the first slowest."""
     axes, names = mesh_and_axes
     name = data.draw(st.sampled_from(sorted(along(names))))
@@ -161,7 +161,7 @@ def test_all_gather_invariant_gives_each_rank_the_gradient_of_its_part(tp, simul
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_what_differs_is_not_invariant(simulate):
+def test_invariant_collectives_refuse_values_that_differ_by_rank(simulate):
     mesh = fzero.mesh(tp=2, simulate=simulate)
     x = mesh.local(torch.arange(2.0))
     with pytest.raises(ValueError, match="pvary over 'tp' was given a value that differs by rank"):
@@ -253,7 +253,7 @@ def test_bytes_and_elements_on_several_axes_follow_the_formulas(name, stage):
 
 
 @pytest.mark.slow
-def test_masks_see_whole_leaves():
+def test_masks_of_optimizers_see_full_leaves():
     """A mask by size or shape decays the same leaves however they are split."""
     masks = {
         "by size": lambda params: tree.map(lambda p: p.numel() >= 40, params),
@@ -283,7 +283,7 @@ def test_a_mean_over_an_axis_that_only_splits_leaves_is_refused():
         step(*step.init(parallel_params(), opt), mesh.split(batch, "dp"))
 
 
-def test_a_mesh_without_an_axis_of_data_says_what_to_do():
+def test_a_mesh_without_a_data_axis_is_refused_with_a_remedy():
     mesh, opt = fzero.mesh(tp=2), optim.sgd(0.1)
     step = fzero.shard(train_step_for(parallel_loss, opt), stage=0, mesh=mesh, split=parts)
     batch = {name: PerRank(torch.ones(4, 5, dtype=torch.float64), ()) for name in "xy"}
@@ -316,14 +316,14 @@ def test_boxes_of_a_mesh_in_another_order_are_refused():
         steps[1].gather(params)
 
 
-def test_axes_of_a_box_are_the_meshs():
+def test_a_box_over_an_axis_that_the_mesh_lacks_is_refused():
     mesh = fzero.mesh(dp=2, tp=2)
     for axes in ("d", ()):
         with pytest.raises(ValueError, match=r"expected some of the mesh's axes, \('dp', 'tp'\)"):
             mesh.spmd(lambda x: fzero.collectives.psum(x, "dp"))(PerRank(torch.ones(2), axes))
 
 
-def test_split_rules_are_checked():
+def test_wrong_results_of_split_rules_are_refused():
     mesh = fzero.mesh(tp=2)
     for rule, error in (
         ("tp", r"split: the rule gave 'tp' for leaf 'w', expected"),
@@ -362,7 +362,7 @@ def test_three_axes_move_each_element_once():
 
 
 @pytest.mark.parametrize("name", sorted(COLLECTIVES))
-def test_one_axis_of_two_is_named(name):
+def test_a_collective_without_axis_is_ambiguous_under_two_axes(name):
     """With several axes bound, axis=None means nothing in a hand-written program."""
     with pytest.raises(ValueError, match="ambiguous"):
         fzero.mesh(a=2, b=2).spmd(lambda: COLLECTIVES[name][0](torch.ones(4, 4)))()

@@ -40,7 +40,7 @@ def check_compiled(stage: int, n: int, opt: Any, backend: str, k: int = 1) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_compiled_step_equals_eager(stage):
+def test_a_step_under_torch_compile_equals_eager(stage):
     """Everything at once: schedule, clipping, decay mask, micro-batches."""
     rate = optim.warmup_cosine(1e-2, 1, 10)
     opt = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate, eps=1e-3, mask=matrices))
@@ -49,18 +49,18 @@ def test_compiled_step_equals_eager(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
-def test_compiled_step_equals_eager_at_the_other_stages(stage):
+def test_a_step_under_torch_compile_equals_eager_at_the_other_stages(stage):
     check_compiled(stage, 2, optim.sgd(0.1, momentum=0.9), "aot_eager")
 
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no compiler")
 @pytest.mark.slow
-def test_inductor_equals_eager():
+def test_a_step_under_torch_compile_with_inductor_equals_eager():
     check_compiled(3, 2, optim.adam(1e-2, eps=1e-3), "inductor")
 
 
 @pytest.mark.slow
-def test_unsharded_step_compiles_too():
+def test_an_unsharded_step_runs_under_torch_compile():
     opt = optim.adam(1e-2, eps=1e-3)
     step = train_step_for(loss, opt)
     state = PARAMS, opt.init(PARAMS)
@@ -82,7 +82,7 @@ def test_a_result_that_differs_by_rank_is_an_error_while_compiling():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [None, *[pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 3)]])
-def test_a_training_loop_compiles_once(stage):
+def test_torch_compile_compiles_a_training_loop_once(stage):
     """Each step's parameters are new tensors: nothing may depend on which they are."""
     torch.compiler.reset()
     counter, mesh, opt = CompileCounter(), fzero.mesh(dp=2), optim.adam(1e-2, eps=1e-3)

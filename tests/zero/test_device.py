@@ -89,7 +89,7 @@ def test_batches_are_brought_to_the_device():
     assert mesh.device_put({"mask": torch.ones(2), "name": None})["mask"].device == META
 
 
-def test_a_tree_goes_back_to_where_its_layout_lies():
+def test_partition_moves_a_tree_to_the_device_of_its_layout():
     opt = OPTIMIZERS["adamw"]
     step = step_on(META, 1, opt)
     params, opt_state = step.init(make, opt)
@@ -113,7 +113,7 @@ def without(values, path):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_lies_elsewhere_is_named(stage):
+def test_a_leaf_on_another_device_is_named(stage):
     opt = OPTIMIZERS["adamw"]
     on_cpu = step_on(CPU, stage, opt)
     state = on_cpu.init(make, opt)
@@ -131,14 +131,14 @@ def test_what_lies_elsewhere_is_named(stage):
         on_cpu(*state, data)
 
 
-def test_a_plain_argument_elsewhere_is_named_and_numbers_are_not():
+def test_a_plain_tensor_on_another_device_is_named_unless_it_is_a_scalar():
     step = fzero.shard(lambda params, key, *, mask: params, 0, mesh=replace(fzero.mesh(dp=2), device=GPU))
     with pytest.raises(ValueError, match=r"argument leaf 'mask' is on cpu, .* mesh.device_put\(value\); or stay on"):
         step(on_gpu(make()), torch.ones(()), mask=torch.ones(3))
 
 
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_what_a_plan_on_the_meta_device_counts_is_what_the_cpu_needs(stage):
+def test_a_plan_on_the_meta_device_has_the_peak_of_the_cpus(stage):
     peaks = []
     for device in (META, CPU):
         step = step_on(device, stage, OPTIMIZERS["adamw"])
@@ -155,7 +155,7 @@ def test_no_process_runs_on_the_meta_device(monkeypatch):
     assert fzero.mesh(dp=2, device="meta", simulate=True).device == META
 
 
-def test_a_modules_buffer_elsewhere_is_named():
+def test_a_module_buffer_on_another_device_is_named():
     class Positions(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -173,7 +173,7 @@ def test_a_modules_buffer_elsewhere_is_named():
     assert apply(params, mesh.device_put(buffers), x)[0].device == META
 
 
-def test_a_default_device_does_not_decide():
+def test_a_default_device_does_not_change_the_meshs_device():
     with torch.device("meta"):
         step = step_on(META, 3, OPTIMIZERS["adamw"])
         values = fzero.tree.map(lambda x: torch.ones(x.shape, device=CPU), make())

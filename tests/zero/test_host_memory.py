@@ -26,7 +26,7 @@ def free(monkeypatch):
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
 @pytest.mark.parametrize("low", [False, True])
-def test_just_enough_is_enough(free, stage, low):
+def test_init_accepts_host_memory_that_just_fits(free, stage, low):
     low = low and stage == 3
     opt = optim.offload(optim.adam(0.1), 1.0, params=low)
     needed = HELD * (2 if stage == 0 else 1) + (HELD // 2 if low else 0)
@@ -37,7 +37,7 @@ def test_just_enough_is_enough(free, stage, low):
         init(opt, stage)
 
 
-def test_on_processes_each_takes_as_much(free, monkeypatch):
+def test_the_check_of_host_memory_counts_all_processes_of_a_host(free, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     opt, mesh = optim.offload(optim.adam(0.1), 1.0), fzero.mesh(dp=1)
     free(8 * HELD - 1)
@@ -47,7 +47,7 @@ def test_on_processes_each_takes_as_much(free, monkeypatch):
         _bytes.check_host_memory(opt.init, META, PARAMS, opt, real)
 
 
-def test_what_cannot_be_counted_is_not_checked(free):
+def test_init_skips_the_check_of_host_memory_that_is_unknown(free):
     free(0)
     init(optim.adam(0.1))  # no offload
     init(optim.offload(optim.adam(0.1), 1.0), params={"w": torch.ones(4, device="meta")})
@@ -67,7 +67,7 @@ def test_a_chain_is_checked_for_the_host_memory_of_its_links(free):
         init(optim.chain(optim.clip_by_global_norm(1.0), optim.offload(optim.adam(0.1), 0.5)))
 
 
-def test_free_memory_is_the_least_of_the_machines_and_the_groups(monkeypatch, tmp_path):
+def test_free_host_memory_is_the_lesser_of_machine_and_cgroup(monkeypatch, tmp_path):
     monkeypatch.setattr(_bytes, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(_bytes, "_CGROUP", tmp_path)
     assert _bytes._free_bytes() is None

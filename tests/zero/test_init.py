@@ -124,7 +124,7 @@ def test_a_view_is_written_after_its_bases_last_use():
     assert params["rest"][1].untyped_storage().nbytes() == 8  # not the hundred
 
 
-def test_one_dimension_split_over_two_axes():
+def test_an_init_function_works_with_a_dimension_split_over_two_axes():
     split = lambda path, leaf: {"tp": -2, "ep": 0} if leaf.ndim == 2 else None  # noqa: E731
     init = lambda: {"w": torch.arange(24.0).view(8, 3), "b": torch.ones(3)}  # noqa: E731
     for simulate in ("vmap", "lockstep"):
@@ -137,7 +137,7 @@ def test_one_dimension_split_over_two_axes():
         step.init({"w": torch.ones(2, 3)}, optim.sgd(0.1))
 
 
-def test_rules_see_whole_leaves_and_each_leaf():
+def test_split_rules_see_each_full_leaf_of_an_init_function():
     """A rule that differs within a unit, or by size, cuts alike whether the tree or a function is given."""
     over = lambda path, leaf: "a" if leaf.numel() > 20 else ("a", "b")  # noqa: E731
     split = lambda path, leaf: {"tp": 0} if leaf.ndim == 2 else None  # noqa: E731
@@ -150,7 +150,7 @@ def test_rules_see_whole_leaves_and_each_leaf():
     assert one[0]["u"][0]["v"].spec.axes == ("a",) and one[0]["u"][0]["w"].spec.axes == ("a", "b")
 
 
-def test_ties_stay_tied_and_are_made_once():
+def test_tied_leaves_of_an_init_function_stay_tied():
     def init() -> Any:
         w = torch.randn(5, 3)
         return {"embed": w, "blocks": [{"w": torch.randn(4)}], "head": w, "none": None, "n": torch.tensor(2)}
@@ -225,7 +225,7 @@ def test_a_module_without_reset_parameters_is_named():
     assert step.gather(params)["1.s"].tolist() == [2, 2, 2]
 
 
-def test_a_function_that_cannot_be_traced_is_run_whole(caplog):
+def test_an_init_function_that_cannot_be_traced_runs_unsharded_with_a_notice(caplog):
     def reads_data() -> Any:
         w = torch.randn(4, 4)
         return {"w": w if w.sum().item() > 0 else -w}
@@ -260,7 +260,7 @@ def test_a_profiler_goes_on_and_init_is_still_traced(caplog):
     assert "cannot be traced" not in caplog.text
 
 
-def test_its_own_errors_come_through():
+def test_errors_of_an_init_function_are_raised_unchanged():
     def fails() -> Any:
         raise KeyError("mine")
 
@@ -269,7 +269,7 @@ def test_its_own_errors_come_through():
 
 
 @pytest.mark.parametrize("order", ["unit by unit", "all weights, then all biases"])
-def test_a_rank_holds_its_shards_and_one_leaf(order):
+def test_a_traced_init_holds_the_shards_of_a_rank_and_one_leaf(order):
     """Peak of the allocator on one of 8 ranks, without the other seven."""
     width, layers, ranks = 64, 12, 8
 
@@ -288,7 +288,7 @@ def test_a_rank_holds_its_shards_and_one_leaf(order):
     assert shards < peak <= shards + leaf + 4096 < whole / 2
 
 
-def test_generators_of_ones_own_are_told_apart(caplog):
+def test_an_init_function_may_use_several_seeded_generators(caplog):
     """One after the other, each seeded once: none is taken for an earlier one that is gone."""
 
     def init() -> Any:

@@ -95,7 +95,7 @@ def test_partition_inverts_gather_for_any_tree(values, stage, n, tie):
 
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
-def test_ties_without_one_tensor_are_told_by_like(stage):
+def test_partition_ties_equal_leaves_that_like_has_tied(stage):
     """Of a checkpoint that was loaded leaf by leaf, tied leaves have equal values and are two tensors."""
     w, step = torch.arange(5.0), fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=2))
     params, state = step.init({"a": w, "b": torch.ones(3), "c": w}, optim.adam(0.1))
@@ -108,7 +108,7 @@ def test_ties_without_one_tensor_are_told_by_like(stage):
     assert_same(step.partition(tree.map(torch.clone, whole), like=state), state, step)
 
 
-def test_what_differs_by_rank_passes_and_is_copied():
+def test_partition_copies_per_rank_values():
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(lambda p, s: (p, s), 3, mesh)
     x = {"w": torch.ones(3), "own": mesh.split(torch.arange(4.0)), "none": None}

@@ -26,7 +26,7 @@ def test_micro_batches_of_a_mean_loss_are_one_batch(reduce, k):
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
-def test_outside_any_mesh_it_is_torch_funcs_own(argnums):
+def test_outside_any_mesh_value_and_grad_is_that_of_torch_func(argnums):
     def f(a: Any, b: Any) -> Any:
         return (a["x"] * b).sin().sum(), {"aux": a["x"] + b}
 
@@ -145,7 +145,7 @@ def test_a_loss_may_be_normalised_by_the_user():
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_aux_is_each_ranks_own_and_stacked_over_micro_batches(stage):
+def test_aux_of_a_loss_is_per_rank_and_stacked_over_micro_batches(stage):
     opt = optim.sgd(0.1)
 
     def loss(params: Any, batch: Any) -> Any:
@@ -180,7 +180,7 @@ def test_a_step_may_gather_its_parameters_itself_and_take_keywords(stage):
     assert info == {"static": 2.0}
 
 
-def test_inputs_are_not_mutated():
+def test_a_step_does_not_change_its_arguments():
     opt = optim.adam(0.1)
     for stage in range(4):
 
@@ -280,7 +280,7 @@ def test_means_of_small_integers_do_not_wrap():
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_ties_last_through_any_optimizer(stage):
+def test_tied_leaves_stay_tied_under_any_optimizer(stage):
     """A clip after another transform still counts a tied leaf once."""
     w, v = mlp_params()["head"][0], mlp_params(seed=1)["head"][0]
     opt = optim.chain(optim.adam(1e-2, eps=1e-3), optim.clip_by_global_norm(0.005))
@@ -317,7 +317,7 @@ def test_writing_into_parameters_is_refused_at_every_stage(stage):
         step(*step.init({"w": torch.tensor([3.0, -3.0])}, opt), mesh.split(torch.ones(4)))
 
 
-def test_keyword_arguments_are_gathered_too():
+def test_keyword_arguments_of_a_loss_are_gathered():
     def loss(p: Any, x: torch.Tensor, *, other: Any) -> torch.Tensor:
         return (p["w"] * other["w"] * x).mean()
 
@@ -330,7 +330,7 @@ def test_keyword_arguments_are_gathered_too():
     torch.testing.assert_close(got["w"], torch.arange(3.0) / 3)
 
 
-def test_programs_of_two_threads_do_not_meet():
+def test_rank_programs_of_two_threads_do_not_interfere():
     from concurrent.futures import ThreadPoolExecutor
 
     def work(n: int) -> float:
@@ -344,7 +344,7 @@ def test_programs_of_two_threads_do_not_meet():
         assert list(pool.map(work, [1, 2, 3, 4])) == [100.0, 150.0, 200.0, 250.0]
 
 
-def test_a_tree_that_is_one_tensor():
+def test_parameters_may_be_a_single_tensor():
     params, opt = torch.arange(5.0), optim.sgd(0.1, momentum=0.9)
     step = train_step_for(lambda p, x: (p * x).square().mean(), opt)
     assert_equivalent(step, params, opt, [torch.randn(4, 5) for _ in range(2)])

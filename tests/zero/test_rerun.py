@@ -74,7 +74,7 @@ def test_any_flipped_bit_of_the_state_is_found_at_the_next_call(data, stage, n, 
         run(*state, batch)
 
 
-def test_what_the_user_writes_is_no_corruption():
+def test_rerun_does_not_report_state_that_the_user_changed():
     """In place, or as new tensors, such as those of a checkpoint."""
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=fzero.mesh(dp=2), check=Rerun(every=2))
     params, opt_state = step.init(mlp_params(), OPT)
@@ -106,7 +106,7 @@ def mistaken(calls: Any, wrong: Any, rank: int = 1) -> Any:
 
 @pytest.mark.parametrize("stage", cases((3,), [2]))
 @pytest.mark.parametrize("run,found_in", [(1, 1), (2, 1), (3, None), (4, 3), (5, 3)])
-def test_a_mistake_is_found_in_the_calls_that_run_twice(stage, run, found_in):
+def test_rerun_finds_a_wrong_result_in_calls_that_run_twice(stage, run, found_in):
     """Runs 1 and 2 are call 1, run 3 is call 2, and runs 4 and 5 are call 3."""
     calls = [0, 0]
     mesh = fzero.mesh(dp=2, simulate="lockstep")
@@ -143,7 +143,7 @@ def test_a_rank_that_always_makes_the_same_mistake_is_found_if_ranks_swap_their_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"replica": 2, "shard": 3}, {"shard": 2, "replica": 2}])
-def test_replicas_swap_at_any_number_of_shards(axes):
+def test_rerun_swaps_batches_of_replicas_with_any_number_of_shards(axes):
     mesh = fzero.mesh(**axes)
     check = Rerun(every=1, swap="replica")
     step = fzero.shard(
@@ -154,14 +154,14 @@ def test_replicas_swap_at_any_number_of_shards(axes):
         *state, _ = step(*state, mesh.split(mlp_batch(12, i)))
 
 
-def test_results_that_differ_by_rank_are_swapped_back():
+def test_rerun_swaps_back_results_that_differ_by_rank():
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(lambda p, x: (p, fzero.PerRank(x * 2)), stage=0, mesh=mesh, check=Rerun(1, "dp"))
     assert torch.equal(step(torch.ones(2), mesh.split(torch.arange(4)))[1].value, torch.arange(4).view(2, 2) * 2)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"other": 2}])
-def test_ranks_swap_along_an_axis_of_two(mesh):
+def test_rerun_swaps_along_an_axis_of_two_ranks_only(mesh):
     text = re.escape("check=Rerun(swap='dp'): expected an axis of 2 ranks, and the mesh has {")
     with pytest.raises(ValueError, match=text):
         fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=fzero.mesh(**mesh), check=Rerun(swap="dp"))
@@ -177,7 +177,7 @@ def test_ranks_swap_along_an_axis_of_two(mesh):
         ("memory", r"argument 0, leaf 'w.0' has other bits than the last call returned"),
     ],
 )
-def test_all_ranks_end_when_bits_change_on_one(what, text):
+def test_a_corrupted_rank_ends_all_ranks(what, text):
     """Either each raises the error, or it names the rank that did."""
     done = world(2, "tests/zero/rerun_on_ranks.py", what)
     assert "done" not in done.stdout and "rank 0 ended with 1" in done.stderr and "rank 1 ended" in done.stderr, done

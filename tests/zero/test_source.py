@@ -40,7 +40,7 @@ SLOW = optim.Optimizer(frozen_state, lambda grads, state, params=None: (grads, s
 
 @examples(20, 40)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans(), st.booleans())
-def test_results_share_no_memory_with_what_was_given(values, stage, units, by_function, keeps):
+def test_init_shares_no_memory_with_its_arguments(values, stage, units, by_function, keeps):
     """At every stage, by every rule, whatever the dtype; also what a function hands out that it holds."""
     before = tree.map(torch.clone, values)
     step = step_on(stage, units=units)
@@ -59,7 +59,7 @@ def test_results_share_no_memory_with_what_was_given(values, stage, units, by_fu
 
 @pytest.mark.parametrize("units", RULES)
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
-def test_a_jitted_step_changes_nothing_that_was_no_argument(stage, units):
+def test_a_jitted_step_does_not_change_the_tensors_given_to_init(stage, units):
     """It overwrites its arguments, and these are not the caller's."""
     given_params = {"w": torch.ones(3, 2), "scale": torch.ones(()), "b": torch.zeros(2)}
     before = tree.map(torch.clone, given_params)
@@ -74,7 +74,7 @@ def test_a_jitted_step_changes_nothing_that_was_no_argument(stage, units):
 
 @examples(15, 30)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans())
-def test_donated_leaves_are_taken_over_and_gone(values, stage, units, tie):
+def test_init_with_donate_takes_over_the_leaves(values, stage, units, tie):
     values = {**values, "again": values["first"]} if tie else values
     expected = tree.map(torch.clone, values)
     step = step_on(stage, units=units)
@@ -101,7 +101,7 @@ def test_donated_leaves_are_taken_over_and_gone(values, stage, units, tie):
         assert all(together[x.untyped_storage().data_ptr()] > 1 for x in moved)
 
 
-def test_donated_views_are_copied():
+def test_init_with_donate_copies_views():
     """What others still see, and what overlaps, is no result's own."""
     flat, wide = torch.arange(6.0), torch.ones(1, 3).expand(2, 3)
     values = {"a": flat[:2], "b": flat[2:], "wide": wide, "same": flat[2:]}
@@ -157,7 +157,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_a_module_keeps_its_weights(stage, donate):
+def test_init_from_a_module_keeps_its_weights(stage, donate):
     module, step = Model(), step_on(stage)
     expected = tree.map(torch.clone, nn.functional(module).params)
     state = torch.get_rng_state()
@@ -233,7 +233,7 @@ def test_init_under_a_meta_device_keeps_real_parameters(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_unit_on_two_devices_is_refused(stage):
+def test_a_unit_whose_leaves_are_on_two_devices_is_refused(stage):
     values = {"a": {"w": torch.ones(2), "b": torch.ones(2, device="meta")}}
     with pytest.raises((ValueError, RuntimeError), match="meta"):
         step_on(stage).init(values, optim.sgd(0.1))
@@ -272,7 +272,7 @@ DENSE = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize("name", DENSE)
-def test_what_cannot_be_cut_is_refused(name, stage):
+def test_init_refuses_leaves_that_cannot_be_sharded(name, stage):
     make, message = DENSE[name]
     with pytest.raises(TypeError, match=message):
         step_on(stage).init({"w": make()}, optim.sgd(0.1))

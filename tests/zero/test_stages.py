@@ -18,7 +18,7 @@ def test_a_stage_is_a_row_of_layouts():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_another_way_to_shard_is_another_row(n, monkeypatch):
+def test_a_fifth_row_of_stages_is_another_way_to_shard(n, monkeypatch):
     """Parameters in shards, and gradients whole until the last micro-batch: fewer reductions, more memory."""
     rows = (*_stages.STAGES, fzero.zero.StageLayouts(params="sharded", grads="once", opt_state="sharded"))
     monkeypatch.setattr(_stages, "STAGES", rows)

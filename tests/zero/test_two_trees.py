@@ -28,7 +28,7 @@ def averaged(params: Any, state: Any, average: Any, x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("way", ["vmap", "lockstep", "jit"])
 @pytest.mark.parametrize("stage", cases((3,), range(4)))
-def test_a_moving_average_as_a_second_tree_is_that_of_unsharded_training(stage, way, tmp_path):
+def test_a_moving_average_as_a_second_parameter_tree_equals_unsharded(stage, way, tmp_path):
     mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")
     step = fzero.shard(averaged, stage, mesh, param_argnums=(0, 2))
     run = fzero.jit(step, backend="fx", **LEAST) if way == "jit" else step
@@ -45,7 +45,7 @@ def test_a_moving_average_as_a_second_tree_is_that_of_unsharded_training(stage, 
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_without_its_position_the_error_names_it(stage):
+def test_a_second_parameter_tree_without_param_argnums_is_refused_with_its_position(stage):
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(averaged, stage, mesh)
     with pytest.raises(ValueError, match=r"moving average, needs its position too: .*param_argnums=\(0, 2\)"):

@@ -40,7 +40,7 @@ def test_the_leaves_of_a_unit_lie_side_by_side_where_ranks_update_parts_of_it(st
         assert torch.equal(x, y) and x.is_contiguous()
 
 
-def test_partition_lays_units_in_one_memory_too():
+def test_partition_lays_the_leaves_of_a_unit_side_by_side():
     step = step_at(1)
     params, _ = step.init(mlp_params(), OPT)
     for made in (step.partition(mlp_params()), step.partition(mlp_params(), like=params)):
@@ -75,7 +75,7 @@ def test_a_unit_of_two_dtypes_becomes_two_buffers():
     assert memories(params) == [0, 1, 0, 1]  # in the order of the keys: g and h, v and w
 
 
-def test_no_more_than_a_unit_is_alive_beside_the_leaves():
+def test_init_holds_at_most_one_unit_beside_the_leaves():
     width, blocks = 64, 6
     unit = (width * width + width) * 4
 
@@ -86,7 +86,7 @@ def test_no_more_than_a_unit_is_alive_beside_the_leaves():
     assert peak_bytes(lambda: in_unit_buffers(tree.tensors(made()), cut)) == (blocks + 1) * unit
 
 
-def test_a_mesh_of_one_and_a_unit_over_no_axis_work():
+def test_unit_buffers_work_on_a_mesh_of_one_rank():
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=1, mesh=fzero.mesh(dp=1), units=lambda path, leaf: None)
     params, _ = step.init(mlp_params(), OPT)
     assert memories(params) == [0, 1, 2, 3, 4, 5]

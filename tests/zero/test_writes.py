@@ -69,7 +69,7 @@ def mesh_of(simulate: str) -> fzero.ranks.Mesh:
 @pytest.mark.parametrize(
     "write,simulate", [*[(w, "vmap") for w in UNDER_VMAP], *[(w, "lockstep") for w in WRITES if w != "through .data"]]
 )
-def test_the_numbers_are_those_of_the_unsharded_step(write, simulate, stage):
+def test_a_step_that_writes_parameters_in_place_equals_unsharded(write, simulate, stage):
     """The second gradient of a step is that of what the first has written, and so is the next step's."""
     train_step, mesh = writing(write, gradients=2), mesh_of(simulate)
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
@@ -96,7 +96,7 @@ def test_uncounted_writes_give_unsharded_numbers_or_raise(stage):
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 @pytest.mark.parametrize("write", list(WRITES))
-def test_jit_refuses_at_every_stage(write, stage):
+def test_jit_refuses_in_place_writes_at_every_stage(write, stage):
     """As one rank of a world; torch.vmap refuses some by itself."""
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(writing(write), stage=stage, mesh=mesh)
@@ -111,7 +111,7 @@ def test_jit_refuses_at_every_stage(write, stage):
 
 
 @pytest.mark.slow
-def test_a_compiled_step_that_writes():
+def test_a_step_under_torch_compile_may_write_in_place():
     torch.compiler.reset()
     train_step, mesh = writing("sub_"), fzero.mesh(dp=2)
     step = fzero.shard(train_step, stage=1, mesh=mesh)
@@ -120,7 +120,7 @@ def test_a_compiled_step_that_writes():
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), range(4)))
-def test_parameters_that_a_step_returns_as_they_are_move_nothing(stage):
+def test_unchanged_parameters_cause_no_collective(stage):
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(lambda p, s, x: (p, s, fzero.collectives.pmean(x.mean())), stage=stage, mesh=mesh)
     state = step.init(PARAMS, OPT)

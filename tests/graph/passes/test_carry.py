@@ -67,7 +67,7 @@ def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucke
 
 
 @pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (2, 9)], itertools.product((2, 3), (1, 2, 9))))
-def test_the_next_iteration_waits_before_it_starts_as_many(stage, in_flight):
+def test_a_carried_reduction_is_awaited_before_the_next_iteration_starts_its_own(stage, in_flight):
     graph = scheduled(entry(stage).traced.graph, in_flight)
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
@@ -83,7 +83,7 @@ def test_the_next_iteration_waits_before_it_starts_as_many(stage, in_flight):
     assert len([n for n in graph.nodes if is_wait(n) and is_carried(n.all_input_nodes[0])]) == loop.carried_count
 
 
-def test_a_bucket_is_carried_whole():
+def test_all_reductions_of_a_bucket_are_carried_together():
     graph = scheduled(entry(2).traced.graph, 1, bucket_bytes=1 << 20)
     (loop,) = loops(graph)
     starts = {n.all_input_nodes[0] for n in graph_results(loop.body)[-loop.carried_count :]}
@@ -91,7 +91,7 @@ def test_a_bucket_is_carried_whole():
 
 
 @pytest.mark.slow
-def test_the_same_collectives_run_as_often():
+def test_carrying_reductions_keeps_the_number_of_collectives():
     traced = entry(3).traced.graph
     (one,), (other,) = [loops(scheduled(traced, 1, across)) for across in (False, True)]
     names = [[n.name for n in loop.body.nodes if is_collective(n)] for loop in (one, other)]
@@ -120,7 +120,7 @@ def test_a_plan_counts_reductions_in_flight():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_with_more_ranks_their_parts_are_counted_too(ranks):
+def test_a_plan_of_a_carried_reduction_counts_the_parts_of_all_ranks(ranks):
     graph = scheduled(entry(2, world=(("dp", ranks),)).traced.graph, 1)
     (loop,) = loops(graph)
     pending = next(n for n in loop.body.nodes if is_carried(n))
@@ -167,7 +167,7 @@ def read_before(body: Any, chain: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
-def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_iteration(change):
+def test_a_reduced_gradient_with_another_reader_is_not_carried(change):
     graph = scheduled(entry(2).traced.graph, 1, across_iterations=False)
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
@@ -182,7 +182,7 @@ def test_a_reduced_gradient_that_is_used_otherwise_is_waited_for_in_its_iteratio
 
 
 @pytest.mark.slow
-def test_the_faster_of_those_that_fit_is_kept():
+def test_of_the_carried_schedules_that_fit_the_fastest_is_chosen():
     """A large embedding, whose gradient is the last, has no computation left in its own iteration to run beside."""
     lean, fast = [plan_of(entry(2, vocab=20_000), memory_budget=budget) for budget in (None, 10**9)]
     assert fast.settings["across_iterations"] and "across_iterations" not in lean.settings
@@ -191,13 +191,13 @@ def test_the_faster_of_those_that_fit_is_kept():
     assert fast.seconds < twin.seconds and fast.peak_bytes > twin.peak_bytes
 
 
-def test_a_budget_of_its_peak_is_enough_and_one_byte_less_is_not():
+def test_a_carried_schedule_fits_a_budget_of_its_peak_and_not_one_byte_less():
     peak = plan_of(entry(2, vocab=20_000), memory_budget=10**9).peak_bytes
     fits, lean = [plan_of(entry(2, vocab=20_000), memory_budget=peak - less) for less in (0, 1)]
     assert fits.peak_bytes == peak and fits.settings["across_iterations"] and lean.peak_bytes < peak
 
 
-def test_a_carried_reduction_takes_its_time_all_the_same(monkeypatch):
+def test_the_cost_model_charges_a_carried_reduction(monkeypatch):
     traced = entry(2, vocab=20_000).traced.graph
     slow_link = _hardware.HARDWARE["cpu"]._replace(link=1e5)  # the step is hardly anything but messages
     monkeypatch.setitem(_hardware.HARDWARE, "cpu", slow_link)
@@ -205,7 +205,7 @@ def test_a_carried_reduction_takes_its_time_all_the_same(monkeypatch):
     assert carried == pytest.approx(waited, rel=0.05)
 
 
-def test_nothing_is_carried_where_nothing_may_be_on_its_way():
+def test_no_reduction_is_carried_without_reductions_in_flight():
     assert "across_iterations" not in str(plan_of(entry(2), memory_budget=10**9, in_flight=0).rejected)
 
 

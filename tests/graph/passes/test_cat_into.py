@@ -62,7 +62,7 @@ def graph_of(parts: int, dim: int, order: list[int], change: str = "") -> Graph:
 @pytest.mark.parametrize("change", WRITTEN + AS_BEFORE)
 @examples(2, 10)
 @given(data=st.data(), parts=st.integers(6, 9), dim=st.sampled_from([0, 1, -1]))
-def test_results_are_the_same_to_the_bit(data, parts, dim, change, fuses):
+def test_writing_parts_into_one_result_keeps_results_bit_for_bit(data, parts, dim, change, fuses):
     graph = graph_of(parts, dim, data.draw(st.permutations(range(parts))), change)
     args = graphs.arguments([(4, 4), (4, 4)])
     expected = graphs.run(graph, args, 2)
@@ -81,7 +81,7 @@ def test_parts_are_concatenated_where_memory_is_fuller_before():
     assert not any(n.target is write_part for n in cat_into(graph).nodes)
 
 
-def test_one_part_exists_beside_the_result():
+def test_while_parts_are_concatenated_one_exists_beside_the_result():
     graph = graph_of(6, 0, [*range(6)])
     part, arguments = 64, 2 * 64
     before, after = (peak_bytes(schedule(g)) for g in (graph, cat_into(graph)))

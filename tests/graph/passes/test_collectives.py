@@ -52,7 +52,7 @@ def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make,
         assert lines(bucketed) == lines(sort_graph(graph))
 
 
-def test_where_collectives_are_joined_what_waits_for_nothing_stays_where_it_is_used():
+def test_joining_collectives_moves_no_other_operation():
     b, aten = graphs.Builder(2, [(4, 4)], [{}], False), graphs.aten
     (x,) = b.inputs
     one, other = b.all_reduce(b(aten.sum.default, x)), b(aten.sum.default, b(aten.mul.Tensor, x, x))
@@ -63,7 +63,7 @@ def test_where_collectives_are_joined_what_waits_for_nothing_stays_where_it_is_u
     assert "all_reduce_coalesced" in names and names[names.index("tanh") + 1] == "mm"
 
 
-def test_neighbours_are_joined():
+def test_neighbouring_collectives_are_joined():
     sample = build_chain(Chain(2, (4, 4, 4, 4), 3, 3, False, False, True, False, False, False))
     joined = bucket(sample.graph, 1 << 20)
     assert Counter(n.target for n in joined.nodes if is_collective(n)) == {

@@ -84,7 +84,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_what_loops_alone_read_is_not_stored(name):
+def test_temporaries_of_one_fused_loop_are_not_stored(name):
     make, expected = STORED[name]
     assert sorted(stored(build(make))) == sorted(expected)
 
@@ -118,7 +118,7 @@ def test_a_plan_for_inductor_has_no_temporaries_of_an_update():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")
-def test_the_compiled_update_holds_what_the_plan_says():
+def test_a_compiled_updates_peak_is_the_plans():
     args, f = [*arguments(CLIPPED)], updating("inductor")
     plan = f.plan(*args)
 

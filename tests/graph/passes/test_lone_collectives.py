@@ -29,7 +29,7 @@ def test_a_gathered_unit_lies_in_the_argument():
     assert [bits(x) for x in run(after, args, 1)] == [bits(x) for x in run(before, args, 1)]
 
 
-def test_others_stay_and_so_does_one_that_a_result_lies_in():
+def test_collectives_over_several_ranks_and_those_that_hold_a_result_stay():
     b = Builder(1, [(4,)], [{}], False)
     (x,) = b.inputs
     gather, apart = b.gather(x, "drop_lone_collectives"), b.all_reduce(x, "others")

@@ -22,7 +22,7 @@ from tests.helpers import examples
 
 @examples(13, 50)
 @given(samples(), st.booleans())
-def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(make, donated):
+def test_in_place_changes_only_all_reduces_whose_operand_has_no_other_reader(make, donated):
     sample = make()
     before = donate(sample.graph, sample.pairs, sample.donated) if donated else sample.graph
     after = in_place(before)
@@ -38,7 +38,7 @@ def test_in_place_changes_all_reduces_of_what_nothing_else_reads_and_no_more(mak
             assert new.target is old.target
 
 
-def test_an_all_reduce_of_a_fresh_buffer_is_in_place_one_of_a_gradient_that_is_used_again_not():
+def test_an_all_reduce_of_a_gradient_that_is_used_again_is_not_in_place():
     b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     (x,) = b.inputs
     fresh, gradient = b(graphs.aten.tanh.default, x), b(graphs.aten.exp.default, x)
@@ -47,7 +47,7 @@ def test_an_all_reduce_of_a_fresh_buffer_is_in_place_one_of_a_gradient_that_is_u
     assert [n.target for n in graph.nodes if is_collective(n)] == expected
 
 
-def test_in_place_leaves_operands_with_other_strides_and_repeated_operands_alone():
+def test_in_place_skips_strided_and_repeated_operands():
     b = graphs.Builder(2, [(4, 3)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     turned = b(graphs.aten.t.default, b(graphs.aten.tanh.default, *b.inputs))
     twice = b(graphs.aten.exp.default, *b.inputs)
@@ -59,7 +59,7 @@ def test_in_place_leaves_operands_with_other_strides_and_repeated_operands_alone
 
 
 @pytest.mark.parametrize("n,dtype", [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32), (4, torch.bfloat16)])
-def test_beside_the_result_a_reduce_scatter_holds_what_other_ranks_send(n, dtype):
+def test_a_reduce_scatter_holds_the_parts_that_other_ranks_send(n, dtype):
     """Two of n parts are in the operand and in the result; half precision is summed in float32, row by row."""
     b = graphs.Builder(n, [(16,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     graph = b.done([b.reduce_scatter(b.cast(b(graphs.aten.tanh.default, *b.inputs), dtype))])
@@ -69,7 +69,7 @@ def test_beside_the_result_a_reduce_scatter_holds_what_other_ranks_send(n, dtype
     assert held == (expected | {"their sum": 4 * part} if n > 2 and dtype is torch.bfloat16 else expected)
 
 
-def test_in_place_spares_a_buffer():
+def test_an_all_reduce_in_place_saves_a_buffer():
     b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
     graph = b.done([b(graphs.aten.sum.default, b.all_reduce(b(graphs.aten.tanh.default, *b.inputs)))])
     assert (peak_bytes(graph), peak_bytes(in_place(graph))) == (48, 36)
@@ -130,7 +130,7 @@ def test_a_gathered_unit_that_has_another_reader_or_layout_stays_one_buffer(chan
     assert lines(gather_into(graph)) == lines(graph)
 
 
-def test_leaves_are_overwritten_when_all_that_read_them_have_run():
+def test_leaves_are_overwritten_after_all_their_readers():
     b = graphs.Builder(2, [(2, 2)], [{"label": "w", "kind": "parameters", "block": ""}], False)
     (w,) = b.inputs
     new = b.fit(b.gather(b.reduce_scatter(b.flat(b(graphs.aten.mm.default, w, w)))), (2, 2))

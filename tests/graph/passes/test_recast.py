@@ -61,7 +61,7 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
 
 @examples(10, 40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
-def test_one_wide_copy_is_alive_at_a_time(sizes, scaled):
+def test_recast_keeps_one_wide_copy_alive_at_a_time(sizes, scaled):
     graph = clipped(sizes, scaled=scaled)
     assert wide_alive(schedule(graph), scaled) == len(sizes)
     result = schedule(recast(graph, 1))
@@ -70,12 +70,12 @@ def test_one_wide_copy_is_alive_at_a_time(sizes, scaled):
     assert [bits(x) for x in run(result, args, 2)] == [bits(x) for x in run(graph, args, 2)]
 
 
-def test_what_waits_for_no_collective_is_not_cast_again():
+def test_casts_that_wait_for_no_collective_are_not_repeated():
     graph = recast(clipped([5, 5], joined=False), 1)
     assert not any(LATE in n.meta for n in graph.nodes)
 
 
-def test_small_values_and_results_are_kept():
+def test_recast_leaves_small_values_and_results_alone():
     assert not any(LATE in n.meta for n in recast(clipped([5, 5]), 21).nodes)
     assert sum(LATE in n.meta for n in recast(clipped([5, 6]), 21).nodes) == 1
     b = Builder(2, [(4,)], [{}], False)
@@ -84,21 +84,21 @@ def test_small_values_and_results_are_kept():
     assert not any(LATE in n.meta for n in recast(b.done([out, wide]), 1).nodes)
 
 
-def test_a_narrow_copy_is_kept():
+def test_recast_leaves_narrow_copies_alone():
     b = Builder(2, [(40,)], [{}], False)
     half = b.cast(b.inputs[0], torch.bfloat16)
     norm = b.all_reduce(b(aten.sum.default, half))
     assert not any(LATE in n.meta for n in recast(b.done([b(aten.mul.Tensor, half, norm)]), 1).nodes)
 
 
-def test_a_product_of_two_is_kept():
+def test_recast_leaves_a_product_of_two_values_alone():
     b = Builder(2, [(40,), (40,)], [{}, {}], False)
     product = b(aten.mul.Tensor, *[b.cast(b.cast(x, torch.bfloat16), torch.float32) for x in b.inputs])
     norm = b.all_reduce(b(aten.sum.default, product))
     assert not any(LATE in n.meta for n in recast(b.done([b(aten.mul.Tensor, product, norm)]), 1).nodes)
 
 
-def test_a_cast_of_a_constant_is_kept():
+def test_recast_leaves_a_cast_of_a_constant_alone():
     b = Builder(2, [(40,)], [{}], False)
     constant = b.graph.call_function(aten._to_copy.default, (1,), {"dtype": torch.float32})
     constant.meta = {"val": b.inputs[0].meta["val"]}
@@ -174,7 +174,7 @@ def test_recast_is_forced_by_its_option():
 
 
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
-def test_recast_is_tried_where_it_takes_less(beside, tried):
+def test_recast_is_a_candidate_where_it_lowers_the_peak(beside, tried):
     """Not where the peak is that of another value."""
     result = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
     assert {c.pass_settings.recast for c in result} == ({False, True} if tried else {False})
@@ -200,7 +200,7 @@ def test_new_states_do_not_wait_until_all_gradients_are_known_to_be_finite():
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_values_for_later_uses_wait_if_that_keeps_fewer_bytes(large):
+def test_recast_computes_values_late_if_that_keeps_fewer_bytes_alive(large):
     b = Builder(2, [(40,), (20,)], [{}, {}], False)
     x, y = b.inputs
     mine = b.reduce_scatter(x)
@@ -212,7 +212,7 @@ def test_values_for_later_uses_wait_if_that_keeps_fewer_bytes(large):
     assert ({product, tanh} <= _roles(graph).late) is large
 
 
-def test_what_shares_a_number_alone_waits_apart():
+def test_values_that_share_only_a_scalar_are_recast_separately():
     b = Builder(2, [(40,), (40,), (80,)], [{}, {}, {}], False)
     x, y, z = b.inputs
     mine, other = b.reduce_scatter(x), b.reduce_scatter(z)

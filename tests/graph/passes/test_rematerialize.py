@@ -85,7 +85,7 @@ def residual_step(*params: torch.Tensor) -> list[torch.Tensor]:
     return [w - g for w, g in zip(params, torch.func.grad(loss)(params), strict=True)]
 
 
-def test_a_gradient_is_not_computed_again_from_values_that_are_kept_for_that_alone():
+def test_recompute_keeps_no_value_alive_only_to_repeat_a_gradient():
     shapes = [(64,), *[shape for _ in range(6) for shape in ((64,), (64, 256), (256, 64))]]
     sizes = [torch.ones(*shape) for shape in shapes]
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(len(sizes))]
@@ -111,7 +111,7 @@ def events(graph: Graph) -> list[tuple[int, str, int]]:
 
 @examples(20, 100)
 @given(samples(), st.sampled_from(REUSES))
-def test_regather_lets_go_just_where_more_is_used_in_between(make, reuse):
+def test_regather_frees_a_unit_only_where_much_is_used_in_between(make, reuse):
     graph = make().graph
     uses = events(graph)
     gathered = Counter(unit for kind, unit, *_ in members(regather(graph, reuse)) if kind == "all_gather")

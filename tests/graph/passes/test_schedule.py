@@ -34,7 +34,7 @@ def test_no_more_units_are_gathered_than_prefetched_and_one(chain, prefetch, in_
 
 @examples(14, 100)
 @given(chains(stages=[3], sam=False), st.integers(1, 3), st.integers(0, 1), st.sampled_from((0, 0.5, 1, 1.1, 1.3, 2)))
-def test_gathers_start_ahead_just_where_there_is_room(chain, prefetch, in_flight, part):
+def test_gathers_start_ahead_only_where_memory_is_free(chain, prefetch, in_flight, part):
     graph = donate_all(regather(build_chain(chain).graph, 0), chain)
     lean, eager = (schedule(graph, k, in_flight) for k in (0, prefetch))
     limit = part * peak_bytes(lean)
@@ -58,7 +58,7 @@ def started_ahead(graph: Graph) -> int:
     return ahead
 
 
-def test_where_little_is_alive_the_next_gather_starts():
+def test_the_next_gather_starts_where_few_bytes_are_alive():
     """Activations pile up, so early in the forward pass and late in the backward pass there is room."""
     chain = Chain(2, (4,) * 7, 8, 3, False, False, False, False, False, False)
     graph = donate_all(regather(build_chain(chain).graph, 0), chain)
@@ -75,7 +75,7 @@ def test_where_little_is_alive_the_next_gather_starts():
 
 @examples(13, 50)
 @given(chains(stages=[3], sam=False))
-def test_all_of_a_unit_is_there_at_once_without_prefetch(chain):
+def test_without_prefetch_a_gather_is_awaited_at_once(chain):
     """A gather starts when work needs it, and nothing but its wait and views lies in between."""
     graph = schedule(regather(build_chain(chain).graph, 0))
     nodes = list(graph.nodes)

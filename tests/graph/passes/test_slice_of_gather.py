@@ -59,7 +59,7 @@ def views(graph: Graph) -> list[Node]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_results_are_the_same_to_the_bit(change):
+def test_slice_of_gather_keeps_results_bit_for_bit(change):
     before = step(change, metric=True)
     places = (("g", 1),) if change == "another place" else PLACES
     for in_flight in (0, 1):
@@ -85,13 +85,13 @@ def test_leaves_that_lie_side_by_side_are_updated_where_they_lie(change):
     assert peak_bytes(schedule(after)) <= peak_bytes(schedule(before))
 
 
-def test_each_rank_updates_its_own_part():
+def test_each_rank_updates_its_own_part_of_the_leaves():
     (view,) = views(slice_of_gather(step(), (("g", 1),)))
     assert view.args[3] == 4
 
 
 @pytest.mark.parametrize("change", ["apart", "padded", "elsewhere", "other order", "two buffers"])
-def test_other_units_keep_their_copies(change):
+def test_units_that_lie_apart_keep_their_copies(change):
     before = step(change)
     assert graphs.lines(slice_of_gather(before, PLACES)) == graphs.lines(before)
 
@@ -124,7 +124,7 @@ def test_arguments_that_lie_side_by_side_are_one_storage_of_the_plan():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_plan_without_a_world_is_that_of_leaves_side_by_side(stage):
+def test_a_plan_without_world_size_assumes_leaves_side_by_side(stage):
     """At `world_size=2` the blocks divide, and the head does not."""
     mesh, opt = fzero.mesh(dp=4), optim.adamw(1e-2)
     jitted = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=mesh), backend="fx", **LEAST)

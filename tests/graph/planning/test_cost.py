@@ -32,7 +32,7 @@ def down_up(x: torch.Tensor) -> torch.Tensor:
     return fzero.collectives.to_device(below * 2, "cpu") + x.cos().tan()
 
 
-def test_both_compute_at_once_if_the_device_is_given_its_work_first():
+def test_host_and_device_overlap_if_the_devices_work_is_issued_first():
     def filled(x: torch.Tensor) -> torch.Tensor:
         below = fzero.collectives.to_host(x.sin())
         z = x.cos().tan()
@@ -43,7 +43,7 @@ def test_both_compute_at_once_if_the_device_is_given_its_work_first():
     assert estimate_seconds(traced(filled), hardware=DEVICE) == 8
 
 
-def test_what_stays_on_the_host_is_part_of_the_step():
+def test_the_cost_model_counts_work_on_the_host():
     def f(x: torch.Tensor) -> Any:
         below = fzero.collectives.to_host(x.view(2, 2)).view(4)
         first, second = below * 2, below * 3
@@ -52,7 +52,7 @@ def test_what_stays_on_the_host_is_part_of_the_step():
     assert estimate_seconds(traced(f), hardware=DEVICE) == 1 + 4 + 4
 
 
-def test_where_both_are_one_there_is_one_clock():
+def test_a_cpu_device_shares_the_hosts_clock():
     # operations, of which two are copies
     assert estimate_seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch)
     apart = DEVICE._replace(host=0, host_link=0)
@@ -73,7 +73,7 @@ def check_timeline(actual: list[Interval], seconds: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage,k", [(3, 1), (3, 4), (1, 4)])
-def test_a_timeline_has_the_seconds_of_the_step_and_says_what_bounds_it(stage, k):
+def test_a_timeline_has_the_seconds_of_the_step_and_the_bound_of_each_operation(stage, k):
     opt = optim.adam(1e-3)
     step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))
     jitted = fzero.jit(step, backend="fx")
@@ -104,7 +104,7 @@ def test_a_timeline_has_intervals_of_host_and_copies():
     ]
 
 
-def test_products_and_memory_bound_an_operation():
+def test_an_operation_is_bounded_by_its_flops_or_its_bytes():
     slow = CARD._replace(memory=1e-3, launch=1e-9)
     operands = [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2)]
     graph = make_fx(torch.matmul, tracing_mode="fake")(*operands).graph
@@ -217,7 +217,7 @@ def test_a_product_of_float8_has_the_rate_of_its_shape_times_that_of_float8(m, k
     assert product_seconds(plain, (m, k), (n, k), op=float8_product) == pytest.approx(2 * m * k * n / float8)
 
 
-def test_attention_has_a_rate_of_its_own():
+def test_the_cost_model_has_a_rate_for_attention():
     q = (1, 2, 32, 16)
     seconds = product_seconds(CARD, q, q, q, op=torch.nn.functional.scaled_dot_product_attention)
     assert seconds == pytest.approx(2 * 2 * 2 * 32 * 32 * 16 / CARD.attention_flops)

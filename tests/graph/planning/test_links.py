@@ -41,7 +41,7 @@ sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
 @given(sizes=sizes, ranks_per_machine=st.sampled_from([1, 2, 3, 4, 8, math.inf]), data=st.data())
-def test_a_route_is_where_the_first_ranks_group_is(sizes, ranks_per_machine, data):
+def test_the_route_of_a_collective_is_that_of_the_first_ranks_group(sizes, ranks_per_machine, data):
     """By the coordinates of all ranks: those that differ from the first along the named axes alone."""
     mesh = tuple(zip("abc", sizes, strict=False))
     axes = data.draw(st.lists(st.sampled_from([name for name, _ in mesh]), min_size=1, unique=True))
@@ -87,13 +87,13 @@ CASES: dict[str, tuple[str, dict[str, int], float]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_seconds_of_a_collective_are_those_computed_by_hand(name):
+def test_seconds_of_a_collective_equal_hand_computed_ones(name):
     kind, axes, expected = CASES[name]
     assert takes(kind, **axes) == pytest.approx(5 + expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_ranks_take_longer_and_one_takes_the_latency(kind):
+def test_a_collective_takes_longer_over_more_ranks_and_the_latency_over_one(kind):
     times = [takes(kind, dp=n) for n in (1, 2, 8, 16, 1024)]
     assert times[0] == 5 and all(a <= b for a, b in itertools.pairwise(times)) and times[1] < times[3]
     if kind != "all_to_all":  # whose bytes for others are what counts

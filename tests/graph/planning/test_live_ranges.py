@@ -17,7 +17,7 @@ from tests.helpers import examples
 
 @examples(13, 50)
 @given(samples(), settings_of_passes())
-def test_live_bytes_are_what_a_run_holds(make, how):
+def test_live_bytes_of_a_plan_are_those_measured_in_a_run(make, how):
     sample = make()
     graph = apply_passes(sample, {**how, "passes": how["passes"] - {"mark_fused"}})  # a run here stores all
     ranges = [r for r in live_ranges(graph) if r.label != "the ranks' parts"]

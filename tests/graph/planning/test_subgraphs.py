@@ -157,7 +157,7 @@ def test_a_gradient_is_scaled_where_its_block_is_updated():
     assert home[scaled] == home[new] != home[newer] == home[other] == home[other.all_input_nodes[0]]
 
 
-def test_what_reads_an_argument_comes_before_what_overwrites_it():
+def test_readers_of_an_argument_run_before_the_operation_that_overwrites_it():
     b = two_blocks()
     x, y, *_ = b.inputs
     twice = b(aten.mul.Tensor, x, 2)
@@ -167,7 +167,7 @@ def test_what_reads_an_argument_comes_before_what_overwrites_it():
     assert home[twice] == home[written] != home[newer]
 
 
-def test_the_last_reader_of_a_larger_value_stays_with_it():
+def test_the_last_reader_of_a_large_value_is_in_its_segment():
     b = two_blocks()
     x, y, z, _ = b.inputs
     large = b(aten.mm.default, b.fit(z, (8, 2)), b.fit(z, (2, 8)))
@@ -209,7 +209,7 @@ def test_a_scalar_is_written_after_all_have_read_it(monkeypatch, readers):
 
 
 @by_optimizer
-def test_updates_are_those_of_eager_steps(name, monkeypatch):
+def test_compiled_updates_equal_eager_ones(name, monkeypatch):
     not_compiled(monkeypatch)
     opt = OPTIMIZERS[name]()
     f = updating(opt)
@@ -236,7 +236,7 @@ def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
     assert torch.equal(args[0]["w"], optim.master_params(*args[:2])["w"].bfloat16())
 
 
-def test_sums_that_are_no_rounded_master_stay(monkeypatch):
+def test_sums_that_are_no_rounded_master_are_left_alone(monkeypatch):
     not_compiled(monkeypatch)
 
     def sums(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor) -> Any:

@@ -37,7 +37,7 @@ KERNELS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_workspaces_are_the_allocators(name):
+def test_the_planned_workspace_is_the_one_that_the_allocator_holds(name):
     dtype, kernel = KERNELS[name]
     x = torch.randn(128, 128).to(dtype)
     nodes = [n for n in make_fx(kernel)(x).graph.nodes if n.op == "call_function"]
@@ -54,7 +54,7 @@ def test_compiled_kernels_need_no_workspace():
     assert _workspace_bytes(node) == 0
 
 
-def test_a_gpus_kernels_are_not_a_cpus():
+def test_a_plan_for_a_gpu_counts_no_workspace_of_cpu_kernels():
     x = torch.zeros(2, 2, dtype=BF16, device="meta")
     node = next(n for n in make_fx(lambda x: x.mean())(x).graph.nodes if n.op == "call_function")
     assert _workspace_bytes(node) == 0

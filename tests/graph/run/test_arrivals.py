@@ -65,7 +65,7 @@ SOME = [(MASTERS, "parameters, too", 2)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name,option,k", cases(SOME, itertools.product(ROWS, OPTIONS, (1, 2))))
-def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
+def test_asynchronous_copies_train_bit_for_bit_as_synchronous_ones(late, name, option, k):
     def wrap(optimizer: Any) -> Any:
         return optim.offload(optimizer, 0.6, **OPTIONS[option])
 
@@ -76,7 +76,7 @@ def test_the_numbers_are_those_of_copies_at_once(late, name, option, k):
 
 
 @pytest.mark.parametrize("backend", cases(["fx"], ["inductor"]))
-def test_activations_that_wait_on_the_host_arrive(late, backend):
+def test_offloaded_activations_arrive_before_their_use(late, backend):
     """In a loop over micro-batches, too; compiled pieces read what has arrived."""
 
     def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -96,14 +96,14 @@ def test_activations_that_wait_on_the_host_arrive(late, backend):
     torch.testing.assert_close(result, train_step(params, x))
 
 
-def test_without_a_gpu_a_graph_stays_as_it_is():
+def test_without_a_gpu_no_copy_is_made_asynchronous():
     traced = torch.fx.symbolic_trace(lambda x: x + 1).graph
     for n in traced.nodes:
         n.meta["val"] = torch.ones(2)
     assert _program.make_copies_async(traced) is traced
 
 
-def test_a_copy_on_this_machine_is_there_at_once():
+def test_a_copy_on_a_cpu_is_complete_at_once():
     x = torch.arange(3)
     coming = _spaces.start_to_host(x)
     assert coming.event is None and _spaces.wait_to_host(coming).equal(x) and _spaces.wait_to_host(coming) is not x

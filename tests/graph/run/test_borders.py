@@ -210,7 +210,7 @@ def test_separate_projections_and_causal_attention_train_compiled(ranks, stage):
 
 
 @needs_compiler
-def test_a_view_of_what_lies_otherwise_is_a_reshape():
+def test_a_view_of_an_operand_with_other_strides_runs_as_a_reshape():
     """A stack of one lies in rows; Inductor makes of it a copy that lies as its operand does."""
 
     def f(x: Value) -> list[Value]:
@@ -223,14 +223,14 @@ def test_a_view_of_what_lies_otherwise_is_a_reshape():
     torch.testing.assert_close(got, f(*args)[0])
 
 
-def test_a_kernel_that_lays_its_result_out_otherwise_is_no_end_of_a_step():
+def test_a_kernel_result_with_unexpected_strides_does_not_fail_the_step():
     """As oneDNN does with a convolution's gradients, uncompiled too: a view is a reshape there."""
     graph = traced(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
     x = torch.arange(6.0).view(3, 2).t()
     assert torch.equal(run_operations(graph)([x])[0], x.reshape(-1) + 1)
 
 
-def test_an_argument_that_lies_otherwise_is_copied_at_each_call():
+def test_an_argument_with_other_strides_is_copied_at_each_call():
     args = [torch.ones(2, 3), torch.ones(3)]
     graph, strides = traced(lambda x, y: [x + y], args), []
 
@@ -265,5 +265,5 @@ def test_a_written_argument_keeps_the_traced_layout():
         (torch.empty(()), torch.empty(()), True),
     ],
 )
-def test_strides_that_no_element_needs_are_none(x, y, equal):
+def test_strides_of_dimensions_of_size_one_do_not_count(x, y, equal):
     assert _torch.have_equal_strides(x, y) == equal

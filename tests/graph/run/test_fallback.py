@@ -86,7 +86,7 @@ def test_a_segment_that_does_not_compile_runs_uncompiled_and_a_notice_says_so(mo
     assert "opcheck" not in said
 
 
-def test_all_that_fail_alike_are_one_notice(monkeypatch, caplog):
+def test_segments_that_fail_with_one_error_give_one_notice(monkeypatch, caplog):
     in_inductors_place(monkeypatch, refusing("", FileNotFoundError("no C++ compiler\nSet TORCHDYNAMO_VERBOSE=1")))
     executable, _ = trained()
     assert executable.uncompiled == executable.distinct > 1
@@ -94,7 +94,7 @@ def test_all_that_fail_alike_are_one_notice(monkeypatch, caplog):
     assert f" and {executable.distinct - 1} more" in said and "no C++ compiler" in said and "VERBOSE" not in said
 
 
-def test_strict_raises_instead_and_loses_nothing(monkeypatch, caplog):
+def test_strict_raises_the_compilers_error_and_keeps_the_state(monkeypatch, caplog):
     in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
     opt = optim.sgd(0.1)
     step = fzero.shard(train_step_for(mlp_loss, opt), 3, fzero.mesh(dp=2))
@@ -122,7 +122,7 @@ def test_results_that_are_not_as_traced_are_found_before_the_first_step(monkeypa
     )
 
 
-def test_the_whole_step_falls_back_too(monkeypatch, caplog):
+def test_the_whole_step_backend_falls_back_to_uncompiled_code(monkeypatch, caplog):
     def fail(*args: Any) -> Any:
         raise RuntimeError("no")
 
@@ -149,7 +149,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
 # ---------------------------------------------------------------- the proof
 
 
-def test_what_values_that_are_made_up_break_is_no_fault_of_the_compiler():
+def test_an_error_that_random_values_cause_is_not_blamed_on_the_compiler():
     code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
     runs = interpreted(GraphModule({}, code.graph), code.fakes, code.outputs)
     with pytest.raises(torch.linalg.LinAlgError):
@@ -157,7 +157,7 @@ def test_what_values_that_are_made_up_break_is_no_fault_of_the_compiler():
     check_outputs(code, runs)
 
 
-def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
+def test_checking_compiled_code_draws_no_random_numbers_and_changes_no_tensor():
     x = torch.ones(4, 3).t()[:, ::2]
     code = code_of(lambda x: [torch.rand_like(x) + x], x)
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_a_proof_draws_no_random_numbers_and_writes_into_nothing():
 @pytest.mark.parametrize(
     "x", [torch.ones(2, 3), torch.ones(3).expand(2, 3), torch.ones(0, 3), torch.tensor(1), torch.ones(4, 6)[::2, 1::2]]
 )
-def test_arguments_are_made_up_as_their_stand_ins_lie(x):
+def test_made_up_arguments_have_the_strides_of_their_stand_ins(x):
     records = []
 
     def runs(args: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -193,7 +193,7 @@ def test_code_whose_results_are_not_finite_is_refused_unless_the_operations_do_t
         check_outputs(code, lambda args: [infinite, broken])
 
 
-def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
+def test_a_failed_check_of_compiled_code_refuses_the_backend():
     code = code_of(lambda x: [x.sin().cos()], torch.ones(1000))
     for n in code.graph.nodes:
         n.meta["fused"] = "sin" in n.name
@@ -207,13 +207,13 @@ def test_a_failure_at_the_proof_is_a_refusal_with_a_cost():
     assert refusal.cost == "4.0 kB more than planned"
 
 
-def test_refusals_of_all_ranks_are_joined_and_the_first_rank_speaks():
+def test_refusals_of_all_ranks_are_merged_with_the_first_rank_of_each():
     a, b = Refusal("a", "why", ""), Refusal("b", "else", "1 B")
     result = merge_refusals([serialize({}, 0), serialize({"x": a}, 1), serialize({"x": b, "y": b}, 2)])
     assert result == {"x": a._replace(rank=1), "y": b._replace(rank=2)}
 
 
-def test_an_error_without_words_has_a_name():
+def test_a_compile_error_without_a_message_shows_its_class():
     assert first_line(KeyError()) == "KeyError"
     assert first_line(RuntimeError("\n  first\nsecond")) == "first"
 
@@ -225,7 +225,7 @@ def test_strict_is_a_flag_and_not_for_auto():
         fzero.jit(lambda x: x, backend="auto", strict=True)
 
 
-def test_code_that_is_given_no_stand_in_is_not_proved():
+def test_compiled_code_without_stand_ins_is_not_checked():
     code = Code(code_of(lambda x: [x + 1], torch.ones(2)).graph, [None], [], "generator")  # pyright: ignore
 
     def fail(args: Any) -> Any:

@@ -37,7 +37,7 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     p=st.builds(Polynomial, st.integers(-9, 99), st.integers(0, 40), st.integers(0, 9)),
     lengths=st.lists(st.integers(2, 500), min_size=3, max_size=3, unique=True),
 )
-def test_three_lengths_tell_any_polynomial_and_two_a_line(p, lengths):
+def test_three_lengths_determine_a_polynomial_and_two_a_line(p, lengths):
     result = _fit(lengths, [p.at(n) for n in lengths])
     assert result is not None and [result.at(n) for n in lengths] == [p.at(n) for n in lengths]
     line = p._replace(square=0)
@@ -45,7 +45,7 @@ def test_three_lengths_tell_any_polynomial_and_two_a_line(p, lengths):
     assert result is not None and [result.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
 
 
-def test_multiples_and_squares_go_before_lines():
+def test_multiples_and_squares_of_the_length_are_preferred_to_lines():
     assert _fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
     assert _fit([64, 72], [256, 288]) == Polynomial(0, 4)
     assert _fit([64, 72], [63, 71]) == Polynomial(-1, 1)
@@ -58,7 +58,7 @@ def shapes(*sizes: Sequence[int]) -> Any:
     return tuple(tuple(s) for s in sizes)
 
 
-def test_a_call_has_a_length_if_it_differs_from_the_first_in_one():
+def test_a_call_whose_shapes_differ_in_one_size_has_a_length():
     cache = Lengths()
     assert cache.length_of(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
     assert cache.length_of(shapes((4, 64), (4, 64), (7,))) is None
@@ -136,7 +136,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
                 torch.testing.assert_close(got, expected[0], rtol=1e-10, atol=1e-10)
 
 
-def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
+def test_compiled_code_runs_only_for_lengths_that_its_guards_allow(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
     cache, results = Lengths(), []
     for length in (7, 9, 11, 9):
@@ -145,7 +145,7 @@ def test_code_serves_no_length_for_which_it_does_not_hold(monkeypatch):
     assert results == [False, True, False, True]
 
 
-def test_a_step_that_is_another_program_at_another_length_is_not_served(monkeypatch):
+def test_a_step_that_branches_on_the_length_is_compiled_for_each(monkeypatch):
     monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
@@ -273,7 +273,7 @@ def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(m
 
 @pytest.mark.slow
 @needs_symbols
-def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monkeypatch):
+def test_code_that_inductor_cannot_compile_for_all_lengths_is_compiled_for_each(monkeypatch):
     in_inductors_place(monkeypatch, interpreted)
 
     def fail(*args: Any) -> Any:
@@ -288,7 +288,7 @@ def test_what_inductor_cannot_compile_for_all_lengths_it_compiles_for_each(monke
     assert counted.all < counted.one  # a template that failed is not tried again
 
 
-def test_a_plan_for_other_ranks_is_no_length(monkeypatch):
+def test_a_plan_for_other_ranks_counts_as_no_second_length(monkeypatch):
     opt = optim.sgd(0.1)
     step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
     run, args = fzero.jit(step, backend="fx"), step.init(tokens_params(), opt)
@@ -296,7 +296,7 @@ def test_a_plan_for_other_ranks_is_no_length(monkeypatch):
     assert run._lengths.first is None
 
 
-def test_padding_by_joining_is_torchs():
+def test_padding_by_concatenation_equals_torchs_pad():
     x = torch.arange(24.0).view(2, 3, 4)
     for pad in ([1, 2], [0, 1, 2, 0], [-1, 2, 0, -1], [0, 0, 1, 1, 0, 3], [-1, -2]):
         assert torch.equal(compiler.padded(x, pad, 7), F.pad(x, pad, value=7))

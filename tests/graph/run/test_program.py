@@ -27,7 +27,7 @@ def in_a_world(program: Program, world: World) -> Program:
 
 @examples(14, 100)
 @given(samples(), settings_of_passes(), st.booleans())
-def test_executors_compute_what_the_graph_says(make, how, late):
+def test_executors_compute_the_results_of_the_graph(make, how, late):
     sample = make()
     graph = apply_passes(sample, how)
     reference = sample.args()

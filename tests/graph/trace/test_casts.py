@@ -23,7 +23,7 @@ CHAINS = {  # a function, and how many casts are left of it
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_cast_there_and_back_is_the_value(name):
+def test_a_cast_to_a_wider_dtype_and_back_is_removed(name):
     f, dtype, casts = CHAINS[name]
     torch.manual_seed(0)
     x = (torch.randn(4, 4) * 100).to(dtype)

@@ -70,7 +70,7 @@ def gone() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_donated_tensor_says_so_whatever_is_done_with_it(name):
+def test_every_use_of_a_donated_tensor_raises(name):
     x = gone()
     with pytest.raises(
         fzero.errors.DonatedError, match=r"^argument 0 was donated to jit\(<lambda>\): its memory holds"
@@ -78,12 +78,12 @@ def test_a_donated_tensor_says_so_whatever_is_done_with_it(name):
         USES[name](x)
 
 
-def test_a_compiled_function_says_so_too():
+def test_a_compiled_function_of_a_donated_tensor_raises():
     with pytest.raises(Exception, match="DonatedError: argument 0 was donated"):  # Dynamo's, which tells of ours
         torch.compile(lambda x: x.sum(), backend="eager")(gone())
 
 
-def test_what_torch_does_not_let_it_refuse_gives_nothing():
+def test_uses_of_a_donated_tensor_that_cannot_raise_see_no_elements():
     x = gone()
     assert torch.func.grad(lambda x: x.sum())(x).shape == (0,)
     with pytest.warns(UserWarning, match="copy construct"):
@@ -112,7 +112,7 @@ def test_a_best_tree_of_an_earlier_step_cannot_be_saved(stage):
     torch.save(step.gather(params), io.BytesIO())
 
 
-def test_a_donated_unit_prints_so_at_each_of_its_leaves():
+def test_the_repr_of_donated_parameters_says_donated_at_each_leaf():
     opt = optim.sgd(1e-2)
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST)
     params, state = step.init(mlp_params(), opt)
@@ -124,7 +124,7 @@ def test_a_donated_unit_prints_so_at_each_of_its_leaves():
         params["blocks"][0]["b"].numel()
 
 
-def test_a_parameter_and_tied_leaves_die_too():
+def test_module_parameters_and_tied_leaves_are_donated():
     w = torch.nn.Parameter(torch.ones(3))
     f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
     with torch.no_grad():
@@ -148,7 +148,7 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_memory_that_lives_on_elsewhere_is_not_donated(name):
+def test_an_argument_that_shares_memory_with_another_tensor_is_refused_for_donation(name):
     f, x = fzero.jit(lambda x: x + 1, donate=0, backend="fx"), torch.ones(3)
     held = HOLDERS[name](x)
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_an_unchanged_argument_may_overlap_an_argument_that_is_read():
 
 
 @pytest.mark.parametrize("hold", [lambda flat: flat, lambda flat: flat.detach(), lambda flat: (flat * LEAF).sum()])
-def test_the_base_of_a_donated_view_keeps_its_values_while_somebody_holds_it(hold):
+def test_a_view_is_not_donated_while_the_caller_holds_its_base(hold):
     f = fzero.jit(lambda p: fzero.tree.map(lambda x: x + 1, p), donate=0, backend="fx")
     flat = torch.ones(6)
     params, held = {"a": flat[:2], "b": flat.view(2, 3)[1]}, hold(flat)
@@ -231,7 +231,7 @@ def test_the_base_of_a_donated_view_keeps_its_values_while_somebody_holds_it(hol
     assert params["a"].tolist() == [2, 2] and params["b"].tolist() == [2, 2, 2]
 
 
-def test_a_leaf_that_somebody_keeps_keeps_the_unit_that_it_lay_in():
+def test_donation_is_refused_while_the_caller_holds_a_leaf_of_a_unit():
     opt = optim.sgd(0.1)
     jitted = fzero.jit(
         fzero.shard(train_step_for(mlp_loss, opt), stage=1, mesh=fzero.mesh(dp=1)), backend="fx", **LEAST
@@ -298,7 +298,7 @@ class Labelled(torch.Tensor):
     pass
 
 
-def test_tensors_of_a_class_of_their_own_are_refused():
+def test_arguments_of_a_tensor_subclass_are_refused():
     x = torch.ones(3).as_subclass(Labelled)
     with pytest.raises(TypeError, match=r"argument 0, leaf 'x' is a Labelled, and a graph holds plain tensors only"):
         fzero.jit(lambda p: p["x"] + 1, backend="fx")({"x": x})
@@ -321,7 +321,7 @@ def test_the_log_lists_the_donated_arguments(caplog):
         averages["mean"].sum()
 
 
-def test_numpy_arrays_are_data_to_the_end():
+def test_a_tensor_that_shares_memory_with_a_numpy_array_is_not_donated():
     """An array keeps the memory that it shows, so it is never freed under it."""
     x = torch.ones(3)
     array = x.numpy()
@@ -331,6 +331,6 @@ def test_numpy_arrays_are_data_to_the_end():
     assert np.array_equal(array, [1, 1, 1])
 
 
-def test_what_failed_midway_has_no_results_to_go_on_with():
+def test_the_donation_error_after_a_failed_step_advises_no_results():
     message = donated_message("argument 0 was donated to jit(f), which failed midway")
     assert "no results" in message and "Continue with the results" not in message

@@ -88,14 +88,14 @@ def test_writes_replaced_in_place_give_the_graph_of_a_second_trace(f):
 
 
 @pytest.mark.parametrize("f", OTHERS)
-def test_other_writes_are_left_to_a_second_trace(f):
+def test_writes_that_cannot_be_replaced_are_left_to_a_second_trace(f):
     gm, done = in_place(f)
     before = [n.format_node() for n in _torch.trace(f, _torch.fake_like([X])).graph.nodes]
     assert not done and [n.format_node() for n in gm.graph.nodes] == before
 
 
 @pytest.mark.parametrize("f", [*SIMPLE, *OTHERS[:-1]])  # torch itself cannot replace the last
-def test_a_jitted_function_that_writes_computes_the_same(f):
+def test_a_jitted_function_that_writes_in_place_equals_the_eager_one(f):
     assert all(torch.equal(a, b) for a, b in zip(fzero.jit(f, backend="fx")(X), f(X), strict=True))
 
 

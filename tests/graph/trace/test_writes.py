@@ -40,7 +40,7 @@ def values(n: int = 2) -> Tensors:
 
 @examples(6, 25)
 @given(names=st.lists(st.sampled_from(sorted({*IN_PLACE} - {"set_", "resize_"})), min_size=1, max_size=3))
-def test_writes_into_values_of_its_own_are_those_of_the_eager_step(names):
+def test_a_jitted_step_may_write_into_tensors_that_it_made(names):
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         xs = [x * 2, y + 1]
         view = xs[1][:2]
@@ -141,7 +141,7 @@ UNTRACEABLE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_a_graph_cannot_hold_is_refused(name):
+def test_side_effects_that_a_graph_cannot_hold_are_refused(name):
     f, message = UNTRACEABLE[name]
     x = torch.ones(3)
     with pytest.raises(RuntimeError, match=message):

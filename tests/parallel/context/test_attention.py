@@ -101,7 +101,7 @@ def test_attention_across_ranks_is_attention_of_the_sequence(
     *[st.booleans()] * 3,
     st.sampled_from([None, 0.7]),
 )
-def test_derivatives_of_the_second_order_are_those_of_whole_sequences(
+def test_second_derivatives_of_attention_equal_those_of_whole_sequences(
     n, simulate, causal, has_documents, has_sinks, softcap
 ):
     """Reverse over reverse, forward, forward over reverse, and a vmap of the user; torch's kernels have none."""
@@ -236,7 +236,7 @@ def test_empty_sequences_and_batches_have_empty_results_and_gradients(n, window)
             assert x.shape == (n, *lead, 4, length // n, 4)
 
 
-def test_padding_has_no_effect():
+def test_padding_has_no_effect_on_attention_across_ranks():
     """Of causal attention at the end, and of any attention with the padding as a document of its own."""
     length, n = 13, 2
     values = values_of(0, 4, 2, length)
@@ -269,7 +269,7 @@ def refused(match: str, error: type[Exception] = ValueError, n: int = 1, **chang
             mesh.spmd(lambda arguments: context.attention(**arguments))(boxed)
 
 
-def test_wrong_arguments_are_refused_by_name():
+def test_the_error_of_context_attention_names_its_wrong_argument():
     x = torch.zeros(1, 4, 4, 2)
     refused("window=0", window=0)
     refused("window=2.5", window=2.5)

@@ -62,7 +62,7 @@ def test_a_halo_has_the_tokens_around_each_part(n, half, before, after, dim, sim
     SIMULATIONS,
     st.integers(0, 9),
 )
-def test_neighbours_are_those_of_the_document(n, half, before, after, dim, simulate, seed):
+def test_neighbours_of_a_token_are_those_of_its_document(n, half, before, after, dim, simulate, seed):
     """At every distance, wherever documents begin, and where a number comes back; with gradients."""
     before, after = min(before, half), min(after, half)
     shape = [2, 3, 3]
@@ -116,7 +116,7 @@ def defined(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, documents: torch.
 @pytest.mark.slow
 @examples(2, 60)
 @given(st.integers(1, 8), st.integers(3, 4), st.booleans(), SIMULATIONS, st.integers(0, 9))
-def test_a_causal_convolution_is_that_of_whole_sequences(n, half, has_documents, simulate, seed):
+def test_a_causal_convolution_across_ranks_equals_that_of_whole_sequences(n, half, has_documents, simulate, seed):
     """Of width 4, as Mamba's: its value, its gradients, and those of a function of the gradients."""
     length = 2 * n * half
     x, w, b, v = normal(seed, 2, 3, length), normal(1, 3, 4), normal(2, 3), normal(3, 2, 3, length)
@@ -153,7 +153,7 @@ def test_a_causal_convolution_is_that_of_whole_sequences(n, half, has_documents,
 
 
 @pytest.mark.parametrize("before,after,elements", [(3, 0, 6), (0, 1, 2), (2, 1, 6), (0, 0, 0)])
-def test_what_a_halo_sends(before, after, elements):
+def test_a_halo_sends_one_message_to_each_neighbour(before, after, elements):
     """One message to each neighbour: the edges of both parts, for each of two sequences."""
     mesh, x = fzero.mesh(cp=4), normal(0, 2, 32)
     with collectives.record() as log:
@@ -208,7 +208,7 @@ def refused(match: str, f: Any, shape: Any = (2, 3, 4)) -> None:
         fzero.mesh(cp=2).spmd(lambda x: fzero.PerRank(f(x)))(fzero.PerRank(torch.zeros(2, *shape)))
 
 
-def test_edges_that_do_not_exist_are_refused():
+def test_a_halo_with_wrong_arguments_is_refused():
     refused(
         r"before=3: expected an int of at least 0 and at most 2, the tokens of a part",
         lambda x: context.halo(x, 3, dim=2),

@@ -36,7 +36,7 @@ def test_each_rank_holds_the_tokens_of_its_positions(dp, n, half, dim, first):
 
 @examples(12, 60)
 @given(st.integers(1, 8), st.integers(0, 3), st.sampled_from([1, 2, -1]), st.sampled_from(["vmap", "lockstep"]))
-def test_gathered_tokens_are_those_of_the_whole(n, half, dim, simulate):
+def test_gathered_tokens_are_the_whole_sequence(n, half, dim, simulate):
     """On every rank; the gradient of a rank's tokens is the sum over the ranks, as all_gather has it."""
     mesh = fzero.mesh(cp=n, simulate=simulate)
     shape = [2, 3, 3]
@@ -50,7 +50,7 @@ def test_gathered_tokens_are_those_of_the_whole(n, half, dim, simulate):
     assert torch.equal(grads.value, 2 * n * own.value)
 
 
-def test_what_cannot_be_gathered_is_refused():
+def test_context_all_gather_refuses_values_that_are_not_split_by_tokens():
     mesh = fzero.mesh(cp=2)
     with pytest.raises(ValueError, match=r"x is \[1, 3\]: expected an even number of tokens in dimension 1"):
         mesh.spmd(context.all_gather)(torch.zeros(1, 3))
@@ -61,7 +61,7 @@ def test_what_cannot_be_gathered_is_refused():
 
 @examples(10, 40)
 @given(st.integers(1, 8), st.integers(1, 3), st.sampled_from([0, 1, -1]))
-def test_orders_are_inverse(n, half, dim):
+def test_the_orders_of_tokens_are_inverse_permutations(n, half, dim):
     shape = [2 * n * half] * 2
     x = torch.arange(shape[0] * shape[1]).view(shape)
     assert torch.equal(from_rank_order(to_rank_order(x, n, dim), n, dim), x)

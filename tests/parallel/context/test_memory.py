@@ -60,7 +60,7 @@ def activations(width: int, layers: int, tokens: int, cp: int, method: Any, rema
 )
 @example(2, "ring", 16, 1, 2048, False)
 @example(4, "all_to_all", 16, 2, 2048, True)
-def test_activations_are_a_share_of_the_whole(cp, method, width, layers, tokens, remat):
+def test_activations_of_a_rank_are_its_share_of_the_sequence(cp, method, width, layers, tokens, remat):
     """With "all_to_all" a layer holds its attention's result twice: as it was sent, and as it arrived."""
     whole = activations(width, layers, tokens, 1, method, remat)
     mine = activations(width, layers, tokens, cp, method, remat)

@@ -66,7 +66,7 @@ def test_a_capacity_of_a_sequence_that_no_rank_holds_is_refused(jit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_files_do_not_know_how_sequences_were_split(tmp_path, stage):
+def test_checkpoints_do_not_depend_on_how_sequences_were_split(tmp_path, stage):
     """Saved at cp=4, read at any other, and trained on: whole sequences throughout."""
     train_step = train_step_for(loss_for(causal=True), OPT)
     batches = [batch_of(i) for i in range(2)]

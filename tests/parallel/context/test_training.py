@@ -59,7 +59,7 @@ def test_ranks_may_have_different_numbers_of_labels(mesh, stage, micro_batches, 
 
 
 @pytest.mark.slow
-def test_the_program_of_a_long_run():
+def test_split_sequences_train_with_offload_tiles_and_a_chunked_loss():
     """Offloaded inputs of blocks, an MLP in tiles and a loss in chunks, as docs/_plan_long_llama.py plans them."""
     params = {name: params_of()[name] for name in ("embed", "blocks")}
 
@@ -129,7 +129,7 @@ def test_predictions_are_of_whole_sequences(mesh, backend):
         fzero.predict(step, outputs, axis="tp")
 
 
-def test_a_step_averages_over_the_axis():
+def test_a_step_averages_over_the_axis_of_tokens():
     """Else its ranks would keep the gradients of their own tokens."""
     mesh, params = fzero.mesh(dp=1, cp=2), params_of()
     step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh, axis="dp")

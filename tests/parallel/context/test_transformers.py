@@ -113,7 +113,7 @@ def test_a_model_trains_on_split_sequences_as_on_whole_ones(name, backend):
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Lfm2ForCausalLM"])
-def test_documents_replace_the_mask(name):
+def test_document_numbers_replace_the_attention_mask(name):
     """Two documents in one sequence have the logits of two sequences, but for positions: these are not relative."""
     model = model_of(name)
     apply, params, buffers = fzero.nn.functional(model, context="cp")
@@ -150,7 +150,7 @@ def test_labels_are_shifted_before_they_are_split():
         apply(params, buffers, input_ids=tokens, attention_mask=torch.ones_like(tokens))
 
 
-def test_dropout_of_attention_draws_by_key():
+def test_dropout_of_attention_across_ranks_draws_by_key():
     """As any draw of a seeded function, by a key for each rank: and so it depends on the number of ranks."""
     model = model_of("LlamaForCausalLM", attention_dropout=0.3).train()
     apply, params, buffers = fzero.nn.functional(model, context="cp")
@@ -178,7 +178,7 @@ FEW_AXES = [("LlamaForCausalLM", {"dp": 1, "cp": 2, "tp": 2}, True, 3, "vmap")]
 
 
 @pytest.mark.parametrize("name,axes,sequence,stage,simulate", cases(FEW_AXES, AXES))
-def test_layers_that_are_split_attend_across_the_ranks_as_well(name, axes, sequence, stage, simulate):
+def test_tensor_parallel_layers_attend_across_ranks_of_tokens(name, axes, sequence, stage, simulate):
     """Heads over `tp`, tokens over `cp`, and Mixtral's experts over `ep`; norms of a part of the rank's tokens."""
     plain, params, buffers = fzero.nn.functional(model_of(name))
     model, options = model_of(name), {"lm_head": "colwise"}
@@ -228,12 +228,12 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_models_that_combine_tokens_otherwise_are_refused(name, config, sizes, message):
+def test_models_that_combine_tokens_outside_of_attention_are_refused(name, config, sizes, message):
     with pytest.raises(ValueError, match=message):
         fzero.nn.functional(model_of(name, config, **sizes), context="cp")
 
 
-def test_attention_that_is_more_than_attention_is_refused():
+def test_attention_with_unknown_arguments_is_refused():
     model = model_of("LlamaForCausalLM", attention_dropout=0.1)
     apply, params, buffers = fzero.nn.functional(model.train(), context="cp")
     with pytest.raises(ValueError, match=r"drops attention weights, p=0\.1"):
@@ -314,7 +314,7 @@ def test_operations_on_single_tokens_are_not_refused():
     fzero.nn.functional(model, context="cp")
 
 
-def test_a_model_that_hands_on_no_documents_trains_without_them():
+def test_a_model_that_passes_on_no_documents_trains_without_documents():
     model = model_of("StableLmForCausalLM", "StableLmConfig", **GROUPED)
     plain, params, buffers = fzero.nn.functional(model)
     apply = fzero.nn.functional(model, context="cp", remat=True).apply
@@ -391,7 +391,7 @@ def test_experts_that_read_numbers_run_in_lockstep(caplog):
     assert 'simulate="lockstep"' in "".join(raised.value.__notes__)
 
 
-def test_a_module_of_ones_own_is_refused():
+def test_context_takes_models_of_transformers_only():
     with pytest.raises(TypeError, match=r"expected a model of transformers.*context\.attention"):
         fzero.nn.functional(torch.nn.Linear(2, 2), context="cp")
     with pytest.raises(TypeError, match=r"context=True: expected the name of an axis"):

@@ -25,13 +25,13 @@ def test_experts_that_are_split_over_another_axis_are_refused(capacity, simulate
         train(moe.split("experts", axis="dp"), capacity, simulate=simulate)
 
 
-def test_so_are_those_of_one_rule_among_several():
+def test_a_list_of_rules_that_splits_experts_over_another_axis_is_refused():
     rules = [moe.split("experts", axis="dp"), lambda path, leaf: None]
     with pytest.raises(ValueError, match=r"axis='ep': .*experts.split\(axis='dp'\).* give both the same axis"):
         train(rules, None)
 
 
-def test_so_are_those_that_a_rule_of_ones_own_splits_over_another_axis():
+def test_a_hand_written_rule_that_splits_experts_over_another_axis_is_refused():
     """A simulation knows by type that no leaf differs along ep."""
     with pytest.raises(ValueError, match=r"axis='ep': .*equal on the 2 ranks along 'ep'"):
         train(lambda path, leaf: {"dp": 0} if "experts" in path else None)
@@ -39,7 +39,7 @@ def test_so_are_those_that_a_rule_of_ones_own_splits_over_another_axis():
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_an_axis_that_is_none_of_the_datas_is_refused(capacity, simulate):
+def test_an_expert_axis_outside_of_the_axes_of_the_data_is_refused(capacity, simulate):
     """Ranks along ep would send the same tokens, and an expert's gradient would be twice what it is."""
     with pytest.raises(ValueError, match=r"axis='ep': .*data .*\('dp',\).* set fzero.shard\(axis=\('dp', 'ep'\)\)"):
         train(moe.split("experts"), capacity, axis="dp", simulate=simulate)

@@ -74,7 +74,7 @@ def test_a_layer_with_its_losses_is_the_formulas_and_their_gradients(k, count, c
 
 @pytest.mark.parametrize("capacity", [None, 0.5])
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_an_axis_may_have_any_name(capacity, simulate):
+def test_the_axis_of_experts_may_have_any_name(capacity, simulate):
     """One that is called other than the default, beside one that is called so."""
     p, x = params_of(4)["layer"], batch_of(4)["x"]
     expected = moe.layer(ffn, p["experts"], x, moe.route(x @ p["router"], 2), capacity=capacity)
@@ -105,7 +105,7 @@ def test_forward_and_backward_derivatives_agree(capacity):
     torch.testing.assert_close((forward * dy).sum(), backward, rtol=1e-11, atol=1e-12)
 
 
-def test_the_entropy_of_sigmoids_is_that_of_their_shares():
+def test_the_entropy_of_sigmoid_scores_is_that_of_their_shares():
     """log(E) at most, for scores that do not sum to one."""
     routing = moe.route(torch.zeros(1, 3, 5), 1, score="sigmoid")
     torch.testing.assert_close(moe.stats(routing)["entropy"], torch.tensor(math.log(5)))

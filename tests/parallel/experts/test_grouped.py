@@ -56,7 +56,7 @@ def test_grouped_products_are_loops_over_experts(problem):
 
 @examples(15, 30)
 @given(problems())
-def test_their_gradients_are_each_other(problem):
+def test_the_gradients_of_grouped_products_are_grouped_products(problem):
     x, w, y, offsets = [v.double() if v.is_floating_point() else v for v in problem]
 
     def dot(f, *args):
@@ -92,7 +92,7 @@ def test_gradients_of_gradients_pass_gradgradcheck(f):
     assert torch.autograd.gradgradcheck(lambda x, y: f(x, y, offsets), (x, y))
 
 
-def test_under_vmap_each_sample_has_ends_of_its_own():
+def test_under_vmap_each_sample_of_a_grouped_product_has_its_own_offsets():
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(3, 6, 2, generator=g), torch.randn(2, 2, 4, generator=g)
     offsets = torch.tensor([[0, 6], [2, 4], [6, 6]])
@@ -101,7 +101,7 @@ def test_under_vmap_each_sample_has_ends_of_its_own():
         torch.testing.assert_close(got[i], by_loop(x[i], w, offsets[i]))
 
 
-def test_a_plan_counts_their_work():
+def test_a_plan_counts_the_flops_of_grouped_products():
     """That of the rows which even routing gives, not of the room for all."""
     graph = make_fx(lambda x, w, offsets: moe.grouped_mm(x, w, offsets, expected_rows=10), tracing_mode="fake")(
         torch.ones(40, 8), torch.ones(4, 8, 16), torch.tensor([1, 2, 3, 4])
@@ -113,7 +113,7 @@ def test_a_plan_counts_their_work():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rows_behind_the_last_are_zeros_and_add_nothing(dtype):
+def test_rows_after_the_last_offset_of_a_grouped_product_are_zero(dtype):
     """Whatever they hold, a nan too."""
     x, w, offsets = torch.ones(6, 8, dtype=dtype), torch.ones(2, 8, 16, dtype=dtype), torch.tensor([1, 4])
     x[4:] = torch.nan
@@ -124,7 +124,7 @@ def test_rows_behind_the_last_are_zeros_and_add_nothing(dtype):
     )
 
 
-def test_leaves_that_begin_anywhere_in_a_buffer():
+def test_grouped_products_take_unaligned_weights():
     buffer = torch.randn(1 + 2 * 8 * 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     x, offsets = torch.ones(3, 8).bfloat16(), torch.tensor([1, 3])
     w = buffer[1:].view(2, 8, 8)
@@ -132,7 +132,7 @@ def test_leaves_that_begin_anywhere_in_a_buffer():
         close(moe.grouped_mm(x, weights, offsets), by_loop(x, weights, offsets))
 
 
-def test_offsets_may_lie_in_host_memory():
+def test_offsets_of_a_grouped_product_may_lie_in_host_memory():
     """On a GPU one copy serves all products of a layer, and no check of memories refuses it."""
     rows, weights = torch.ones(3, 1), torch.tensor([[[10.0]], [[20.0]]])
 

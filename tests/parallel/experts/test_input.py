@@ -277,7 +277,7 @@ def test_a_matrix_that_does_not_fit_is_refused_with_positions_and_without(name, 
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_refused_in_words(name):
+def test_wrong_arguments_of_moe_functions_are_refused(name):
     action, error, message = MISTAKES[name]
     with pytest.raises(error, match=message):
         action()
@@ -288,7 +288,7 @@ def test_shard_refuses_experts_that_the_axis_does_not_divide():
         train(moe.split("experts"), ep=3)
 
 
-def test_a_rule_of_an_axis_that_is_not_there_splits_nothing():
+def test_a_split_rule_of_an_unknown_axis_splits_nothing():
     assert moe.split("experts")("experts.up", P["up"]) is None
     rules = fzero.mesh(ep=2).spmd(
         lambda: [moe.split("a", "b")(p, P["up"]) for p in ("x.a.w", "b", "shared_a.w", "c")]

@@ -67,7 +67,7 @@ def test_half_precision_goes_through_torchs_kernel():
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
 
 
-def test_the_layer_of_a_sequence_is_that_of_the_sequence_alone():
+def test_queues_over_a_sequence_do_not_depend_on_the_rest_of_the_batch():
     """So what is dropped of it does not depend on what else is in the batch."""
     params, batch = params_of()["layer"], batch_of(4)
     routing = moe.route(batch["x"] @ params["router"], 2)

@@ -22,7 +22,7 @@ def logits_of(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=40)
 @given(st.sampled_from(["softmax", "sigmoid"]), st.booleans(), st.booleans(), st.integers(1, 6), st.integers(0, 99))
-def test_a_token_goes_to_the_likeliest_and_the_bias_moves_the_choice_alone(score, normalize, biased, k, seed):
+def test_a_token_goes_to_the_likeliest_experts_and_the_bias_changes_no_gate(score, normalize, biased, k, seed):
     logits = logits_of(2, 3, 6, seed=seed)
     bias = logits_of(6, seed=seed + 1) if biased else None
     r = moe.route(logits, k, score=score, normalize=normalize, scale=2.5, bias=bias)
@@ -132,7 +132,7 @@ def test_even_routing_has_loss_one_and_a_collapsed_router_the_number_of_experts(
         torch.testing.assert_close(moe.balance_loss(moe.route(logits, k=1), over), torch.tensor(4.0))
 
 
-def test_a_bias_from_a_ranks_own_tokens_is_found_by_type():
+def test_a_router_bias_computed_from_one_ranks_tokens_is_refused():
     mesh = fzero.mesh(dp=2)
     with pytest.raises(ValueError, match="differs by rank"):
         mesh.spmd(lambda x: moe.balance_bias(torch.zeros(4), moe.load(moe.route(x, 1), axis=()).float()))(

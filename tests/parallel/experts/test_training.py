@@ -41,7 +41,7 @@ def check(
 
 @examples(3, 24)
 @given(MESHES, st.integers(0, 3), CAPACITIES, st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
-def test_training_on_any_mesh_is_dense_training(mesh, stage, capacity, k, micro, sigmoid, remat):
+def test_training_experts_on_any_mesh_equals_dense_training(mesh, stage, capacity, k, micro, sigmoid, remat):
     """With drops, both losses, a global clip, micro-batches and remat: to 1e-12."""
     over = "sequence" if micro > 1 else "batch"
     more = {"score": "sigmoid", "scale": 2.0, "groups": (2, 2)} if sigmoid else {}
@@ -64,7 +64,7 @@ def test_starved_experts_train_on_their_own_ranks(capacity):
     check(loss, fzero.mesh(ep=4, simulate="lockstep"), either((3,), (0, 3)))
 
 
-def test_a_rank_whose_tokens_go_nowhere():
+def test_a_rank_whose_tokens_are_all_dropped_trains():
     """Its sequences take no position, forward and backward."""
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_a_layer_of_tensor_parallel_experts_trains_like_the_unsharded_one():
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_half_precision_differs_by_its_rounding_alone(capacity):
+def test_experts_in_half_precision_train_as_dense_up_to_rounding(capacity):
     """Routers in float32; bfloat16 differs by its rounding alone."""
     precision = fzero.Precision(torch.bfloat16, reduce=torch.float32, full=lambda path, leaf: "router" in path)
     opt = optim.master_weights(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05)), precision)
@@ -129,7 +129,7 @@ def jittered(loss_fn: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_jitter_is_that_of_dense_training():
+def test_router_jitter_does_not_depend_on_the_mesh():
     for mesh in (fzero.mesh(dp=2, ep=2), fzero.mesh(ep=2, simulate="lockstep")):
         check(jittered(loss_for(2, 0.5)), mesh, (0, 3))
 
@@ -154,7 +154,7 @@ def test_a_loss_of_the_ranks_own_tokens_is_another_loss():
         check(own, fzero.mesh(ep=2), (0,))
 
 
-def test_what_gather_gives_is_the_dense_model():
+def test_gathered_experts_are_the_dense_model():
     mesh = fzero.mesh(dp=2, ep=2)
     loss_fn = loss_for(2, 0.5)
     step = fzero.shard(train_step_for(loss_fn, OPT), stage=3, mesh=mesh, split=SPLIT)
@@ -210,7 +210,7 @@ def test_a_jitted_loop_with_remat_and_jitter_trains_as_the_eager_one():
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_a_lost_nan_is_found(capacity):
+def test_nonfinite_finds_a_nan_that_routing_drops(capacity):
     """A router with a nan: `fzero.observe.nonfinite` names the argument."""
     params = params_of()
     params["layer"]["router"][0, 0] = torch.nan

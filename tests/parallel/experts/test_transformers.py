@@ -103,7 +103,7 @@ def test_experts_that_are_split_over_another_axis_are_refused(by_name):
         step(*step.init(params, OPT), mesh.split(batches()[0]))
 
 
-def test_the_rule_knows_the_experts_that_it_may_split():
+def test_the_split_rule_refuses_experts_of_another_implementation():
     """By name alone, llama4's experts would be split too, and compute something else without a word."""
     moe.transformers.register()
     with pytest.raises(ValueError, match=r"experts 'model.layers.0.mlp.experts' run by 'batched_mm', .*register\(\)"):
@@ -123,7 +123,7 @@ def test_the_rule_knows_the_experts_that_it_may_split():
 @pytest.mark.parametrize(
     "name", ["glm4_moe", "ernie4_5_moe", "minimax", "flex_olmo", "granitemoe", "nemotron_h", "jamba"]
 )
-def test_other_families_have_the_numbers_of_their_own_experts(name):
+def test_expert_parallelism_of_further_families_equals_their_own_experts(name):
     """Whichever the registry serves; experts without gates (nemotron_h) too."""
     MODELS.setdefault(name, {**LATENT, **GROUPS, "n_group": 1, "head_dim": 8, "eos_token_id": None})
     RTOL[name] = 1e-6
@@ -131,7 +131,7 @@ def test_other_families_have_the_numbers_of_their_own_experts(name):
 
 
 @pytest.mark.parametrize("name", cases(FAST, ["qwen3_moe"]))
-def test_experts_by_default_train_without_a_word_and_the_model_stays_as_it_is(name):
+def test_a_model_with_experts_trains_unsplit_without_a_notice(name):
     model = model_of(name, "")
     implementation = model.config._experts_implementation
     apply, params, buffers = fzero.nn.functional(model)
@@ -149,7 +149,7 @@ def test_experts_by_default_train_without_a_word_and_the_model_stays_as_it_is(na
     assert_trees_close(grads, {k: p.grad for k, p in by_loop.named_parameters()})
 
 
-def test_experts_that_were_chosen_stay():
+def test_an_implementation_of_experts_that_the_user_chose_is_kept():
     for experts in ("eager", "batched_mm", moe.transformers.register()):
         apply, _, _ = fzero.nn.functional(model_of("mixtral", experts))
         assert apply.module.config._experts_implementation == experts  # pyright: ignore

@@ -44,7 +44,7 @@ def test_a_pipeline_trains_with_tensor_parallelism(sizes, stage, simulate, sched
     check(fzero.mesh(dp=dp, pp=pp, tp=n, simulate=simulate), stage, loss, params_of(pp * stages))
 
 
-def test_a_mean_over_tp_is_refused_and_the_pipelines_axis_stays_in_it():
+def test_a_mean_over_tp_is_refused_with_the_axes_to_name():
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=TENSOR)
     mesh = fzero.mesh(dp=2, pp=2, tp=2)
     step = fzero.shard(step_of(loss, OPT), 1, mesh, split=loss.split)

@@ -44,7 +44,7 @@ def close(actual: Any, expected: Any) -> None:
 
 @examples(3, 30)
 @given(st.sampled_from(sorted(NAMED)), st.integers(1, 2), st.integers(1, 4), st.integers(0, 3), simulations, st.data())
-def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, data):
+def test_a_pipeline_trains_as_the_model_without_one(name, dp, pp, stage, simulate, data):
     micro_batches = data.draw(st.integers(1, 4)) * (pp if name == "interleaved" else 1)
     stages, uneven = NAMED[name], data.draw(st.integers(0, 2))
     depth = pp * stages + uneven
@@ -58,7 +58,7 @@ def test_training_is_training_without_a_pipeline(name, dp, pp, stage, simulate, 
 
 @examples(3, 40)
 @given(schedules(), st.integers(0, 3), st.integers(0, 3))
-def test_any_table_trains_the_same(schedule, extra, stage):
+def test_a_pipeline_of_any_schedule_table_trains_as_unsharded(schedule, extra, stage):
     depth = schedule.stages + extra
     loss = loss_of(schedule.micro_batches, schedule=schedule, depth=depth)
     params, size = params_of(depth), schedule.micro_batches
@@ -67,14 +67,14 @@ def test_any_table_trains_the_same(schedule, extra, stage):
 
 
 @pytest.mark.slow
-def test_ticks_place_stages_as_the_table_does():
+def test_a_simulated_pipeline_places_stages_as_its_schedule():
     for name, stages in NAMED.items():
         loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=9)
         params = params_of(9)
         close(trained_on(fzero.mesh(pp=4), 1, loss, params, 8), trained(loss, params, 8))
 
 
-def test_a_loss_without_a_mesh_is_the_models():
+def test_a_pipelined_loss_without_a_mesh_is_the_models_loss():
     loss, params, batch = loss_of(2), params_of(3), batch_of(8)
     x = first(params, batch)
     for p in params["blocks"]:
@@ -84,7 +84,7 @@ def test_a_loss_without_a_mesh_is_the_models():
 
 
 @pytest.mark.slow
-def test_depth_may_be_said_stage_by_stage():
+def test_the_depth_of_a_pipeline_may_be_given_by_stage():
     params = params_of(6)
     for depth in ((1, 2, 3), (3, 0, 3), (0, 0, 6)):
         loss = loss_of(3, depth=depth)
@@ -93,7 +93,7 @@ def test_depth_may_be_said_stage_by_stage():
             close(trained_on(fzero.mesh(pp=3, simulate=simulate), 2, loss, params, 6), expected)
 
 
-def test_a_mean_needs_no_weight():
+def test_a_pipelined_mean_needs_no_weight():
     def mean(rest: Any, x: torch.Tensor, batch: Any) -> torch.Tensor:
         return (x @ rest["table"].T).square().mean()
 
@@ -186,7 +186,7 @@ def test_each_block_and_each_micro_batch_draws_its_own_mask(simulate):
     assert 0.02 < both / (128 * WIDTH) < 0.12  # one in sixteen is left by four masks
 
 
-def test_what_comes_first_and_the_first_block_draw_masks_of_their_own():
+def test_the_first_function_and_the_first_block_draw_different_masks():
     def ones(rest: Any, batch: Any) -> torch.Tensor:
         return torch.nn.functional.dropout(torch.ones(1024, dtype=torch.float64), 0.5) * rest["scale"] ** 0
 
@@ -208,7 +208,7 @@ def test_accumulation_around_a_pipeline_draws_masks_as_more_micro_batches_do(sim
     close(trained_on(mesh, 2, loss_of(2, block=dropping), params, 8, key, **around), expected)
 
 
-def test_a_factor_of_the_loss_is_one_of_its_gradients():
+def test_a_factor_of_a_pipelined_loss_scales_its_gradients():
     loss, params, batch = loss_of(4), params_of(4), batch_of(8)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
     step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
@@ -261,7 +261,7 @@ def test_a_loss_scale_keeps_small_gradients_in_float16():
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_what_has_no_use_adds_no_nan(simulate, remat):
+def test_unused_values_in_bubbles_add_no_nan(simulate, remat):
     """In a bubble, an idle place, and on other ranks than the last, parts run on values that they were not made for."""
 
     def root(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
 @pytest.mark.parametrize(
     "simulate,units", cases([("vmap", None), ("lockstep", one_unit)], itertools.product(SIMULATED, (None, one_unit)))
 )
-def test_idle_places_count_in_no_norm(simulate, units):
+def test_idle_places_of_a_pipeline_count_in_no_norm(simulate, units):
     """Weight decay moves what lies there, and a clip behind it sees a norm of the whole tree."""
     opt = optim.chain(optim.adamw(0.1, weight_decay=0.5), optim.clip_by_global_norm(0.05))
     loss, params = loss_of(2, depth=5), params_of(5)
@@ -317,7 +317,7 @@ def test_idle_places_count_in_no_norm(simulate, units):
         close(norm, optim.global_norm(expected[0]))
 
 
-def test_derivatives_of_higher_order_go_by_ticks():
+def test_a_pipelined_loss_has_derivatives_of_higher_order():
     loss, params, batch = loss_of(2), params_of(4), batch_of(4)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
     stacked = loss.stack(params, mesh)
@@ -381,7 +381,7 @@ def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
 
 
 @pytest.mark.slow
-def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
+def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
     """The most backward passes that a rank holds is what the schedule says is in flight."""
     from fzero.parallel.pipeline._row_executor import RowExecutor
 
@@ -406,7 +406,7 @@ def test_residuals_are_let_go_as_the_schedule_says(monkeypatch):
 
 
 @pytest.mark.parametrize("simulate", cases(["vmap"], SIMULATED))
-def test_optimizers_see_each_block_by_itself(simulate):
+def test_optimizers_see_each_block_of_a_pipeline_by_itself(simulate):
     """Its norms, its matrices and vectors: a stacked leaf stands for as many leaves as there are ranks."""
 
     def matrices(params: Any) -> Any:

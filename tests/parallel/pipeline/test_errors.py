@@ -36,7 +36,7 @@ def test_arguments_of_pipeline_are_checked():
             loss_of(**{"micro_batches": 2, **options})
 
 
-def test_a_table_for_other_counts():
+def test_a_schedule_table_for_other_counts_is_refused():
     table = fzero.parallel.schedules.schedule("1f1b", 2, 4)
     with raises(ValueError, "micro_batches=8, but the schedule '1f1b' has 4"):
         loss_of(8, schedule=table)
@@ -57,7 +57,7 @@ def test_an_unknown_schedule_is_refused():
         loss_of(4, schedule="2f2b")  # before any mesh
 
 
-def test_a_wrong_depth_is_named():
+def test_the_error_of_a_pipeline_names_a_wrong_depth():
     with raises(ValueError, "5 blocks on 2 stages: some stages have one more than others. Confirm this with depth=5"):
         loss_of(4).stack(params_of(5), fzero.mesh(pp=2))
     with raises(ValueError, "depth=6, but the parameters have 5 blocks"):
@@ -78,7 +78,7 @@ def test_unstacking_takes_the_mesh_since_stacked_blocks_look_like_blocks(mesh):
     assert len(loss.unstack(stacked, pipeline_mesh)["blocks"]) == len(loss.unstack(params, mesh)["blocks"]) == 5
 
 
-def test_parameters_without_blocks_or_with_blocks_that_differ():
+def test_parameters_without_blocks_or_with_different_blocks_are_refused():
     with raises(ValueError, "a list of blocks at 'blocks', but got dict of ['table']"):
         loss_of(4).stack({"table": torch.ones(1)}, fzero.mesh(pp=2))
     with raises(ValueError, "a list of blocks at 'blocks', but got list"):
@@ -92,7 +92,7 @@ def test_parameters_without_blocks_or_with_blocks_that_differ():
         loss_of(4).stack(params, fzero.mesh(pp=2))
 
 
-def test_a_parameter_that_several_blocks_use():
+def test_a_parameter_that_several_blocks_share_is_refused():
     """Stacked by rank it would be several, each trained on its own."""
     params = params_of(4)
     params["blocks"][2]["w"] = params["blocks"][1]["w"]
@@ -111,7 +111,7 @@ def test_a_parameter_that_several_blocks_use():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_parameters_that_are_not_stacked_or_for_another_mesh(simulate):
+def test_parameters_stacked_for_another_mesh_are_refused(simulate):
     mesh = fzero.mesh(pp=2, simulate=simulate)
     loss = loss_of(2, depth=4)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
@@ -121,7 +121,7 @@ def test_parameters_that_are_not_stacked_or_for_another_mesh(simulate):
         step(wrong, batch_of(4))
 
 
-def test_parameters_that_are_not_stacked_at_all():
+def test_unstacked_parameters_are_refused():
     loss, mesh = loss_of(2), fzero.mesh(pp=2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 0, mesh, split=loss.split)
     with raises(
@@ -135,7 +135,7 @@ def test_parameters_that_are_not_stacked_at_all():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_a_rule_that_was_forgotten(simulate, stage):
+def test_a_pipeline_without_its_split_rule_is_refused(simulate, stage):
     """Every rank would have the blocks of all, and run those of the first."""
     mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), stage, mesh, axis=("dp", "pp"))
@@ -147,7 +147,7 @@ def test_a_rule_that_was_forgotten(simulate, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_that_were_stacked_for_another_schedule(stage):
+def test_parameters_stacked_for_another_schedule_are_refused(stage):
     """Their shapes are the same, and a step would train the blocks in another order."""
     mesh = fzero.mesh(dp=2, pp=2)
     steps = [
@@ -170,7 +170,7 @@ def test_parameters_that_were_stacked_for_another_schedule(stage):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_a_batch_that_differs_between_stages(simulate):
+def test_a_batch_that_differs_between_stages_is_refused(simulate):
     """The first stage would see tokens of one batch, and the last one targets of another."""
     mesh, loss = fzero.mesh(dp=2, pp=2, simulate=simulate), loss_of(2)
     step = fzero.shard(fzero.value_and_grad(loss, reduce="weighted"), 1, mesh, split=loss.split)
@@ -186,7 +186,7 @@ def test_a_batch_that_differs_between_stages(simulate):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_a_batch_that_does_not_divide(simulate):
+def test_a_batch_that_the_micro_batches_do_not_divide_is_refused(simulate):
     with raises(
         ValueError, "the batch leaf 'tokens' is [3]: dimension 0 of a rank's part must divide by micro_batches=2"
     ):
@@ -194,7 +194,7 @@ def test_a_batch_that_does_not_divide(simulate):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_what_goes_from_stage_to_stage_keeps_its_form(simulate):
+def test_blocks_that_change_the_shape_of_a_message_are_refused(simulate):
     def narrower(p: Any, x: torch.Tensor) -> torch.Tensor:
         return block(p, x)[..., :4]
 
@@ -206,7 +206,7 @@ def test_what_goes_from_stage_to_stage_keeps_its_form(simulate):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_last_returns_a_total_and_a_weight(simulate):
+def test_a_last_function_without_total_and_weight_is_refused(simulate):
     mesh = fzero.mesh(pp=2, simulate=simulate)
     with raises(TypeError, "last(rest, x, batch) must return (total, weight)"):
         trained_on(mesh, 1, loss_of(2, last=lambda rest, x, batch: x), params_of(4), 4)
@@ -214,7 +214,7 @@ def test_last_returns_a_total_and_a_weight(simulate):
         trained_on(mesh, 1, loss_of(2, last=lambda rest, x, batch: None), params_of(4), 4)
 
 
-def test_a_mesh_without_the_axis_has_no_schedule():
+def test_a_mesh_without_the_pipelines_axis_has_no_schedule():
     with raises(ValueError, "has no axis 'pp', along which stages lie"):
         loss_of(2).schedule(fzero.mesh(dp=2))
 
@@ -241,7 +241,7 @@ def test_a_step_of_the_mean_over_the_data_alone_is_refused():
         step(params, mesh.split(batch_of(8), "dp"))
 
 
-def test_unweighted_means_are_refused():
+def test_an_unweighted_mean_of_a_weighted_pipeline_is_refused():
     loss = loss_of(2)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
     step = fzero.shard(fzero.value_and_grad(loss), 1, mesh, split=loss.split)
@@ -250,7 +250,7 @@ def test_unweighted_means_are_refused():
         step(params, batch_of(8))
 
 
-def test_a_loss_is_differentiated_once():
+def test_differentiating_a_pipelined_loss_twice_is_refused():
     loss, params, batch = loss_of(2), params_of(2), batch_of(4)
 
     def program() -> Any:

@@ -57,7 +57,7 @@ SIMULATED = ("vmap", "lockstep")
 
 
 @pytest.mark.parametrize("name,simulate", cases([("zbv", "lockstep")], itertools.product(NAMED, SIMULATED)))
-def test_examples_are_those_without_a_pipeline(name, simulate):
+def test_outputs_of_a_pipeline_equal_those_of_the_model(name, simulate):
     many = ((0, {"dp": 2, "pp": 2}), (3, {"pp": 3, "dp": 2}), (1, {"dp": 1, "pp": 4}), (2, {"dp": 2}))
     first = [*NAMED].index(name) % 4
     for stage, axes in either((many[first], many[first - 1]), many):
@@ -65,7 +65,7 @@ def test_examples_are_those_without_a_pipeline(name, simulate):
 
 
 @pytest.mark.slow
-def test_a_jitted_program_gives_the_same():
+def test_jitted_outputs_of_a_pipeline_equal_the_eager_ones():
     check(fzero.mesh(dp=2, pp=2), 3, "interleaved", jit=True)
 
 
@@ -79,7 +79,7 @@ def test_a_mesh_of_stages_alone_has_no_axis_of_data():
     torch.testing.assert_close(logits, loss.outputs(answers)(params, batch_of(8))["logits"])
 
 
-def test_masks_are_those_of_training():
+def test_outputs_of_a_pipeline_draw_the_masks_of_training():
     def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + F.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
@@ -89,13 +89,13 @@ def test_masks_are_those_of_training():
     torch.testing.assert_close((sums.sum(), weights.sum()), (total, weight))
 
 
-def test_nothing_is_kept_for_a_backward_pass():
+def test_outputs_of_a_pipeline_keep_no_residuals():
     params = fzero.tree.map(lambda x: x.clone().requires_grad_(), params_of(4))
     assert not loss_of(2).outputs(answers)(params, batch_of(4))["logits"].requires_grad
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_a_wrong_argument_of_outputs_is_named(simulate):
+def test_the_error_of_outputs_names_its_wrong_argument(simulate):
     loss, mesh = loss_of(4), fzero.mesh(dp=2, pp=2, simulate=simulate)
     step, cut = made(mesh, 1, loss, params_of(4))
     batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)

@@ -53,7 +53,7 @@ def test_peaks_fall_along_1f1b_as_the_forward_passes_in_flight_do():
 @pytest.mark.slow
 @examples(2, 12)
 @given(st.sampled_from(sorted(NAMED)), st.integers(0, 3), st.integers(0, 3))
-def test_collectives_are_those_of_one_micro_batch_whatever_their_number(name, stage, rank):
+def test_the_collectives_of_a_pipeline_do_not_grow_with_the_micro_batches(name, stage, rank):
     counts = []
     for micro_batches in (4, 12):
         plan = planned(name, micro_batches, rank, stage)
@@ -83,7 +83,7 @@ def test_a_collective_that_nothing_reads_is_left_out():
 
 
 @pytest.mark.slow
-def test_the_cost_model_knows_bubbles():
+def test_the_cost_model_counts_the_bubbles_of_a_pipeline():
     """A region takes a second: four micro-batches on two ranks take five times three, less a second.
 
     The last rank sends the gradient of an activation before it computes that of the weights.
@@ -95,7 +95,7 @@ def test_the_cost_model_knows_bubbles():
     assert planned("1f1b", 16, 1).seconds > planned("1f1b", 4, 1).seconds
 
 
-def test_a_plan_is_of_the_rank_that_is_asked_for():
+def test_a_plan_of_a_pipeline_is_of_the_given_rank():
     mesh = fzero.mesh(dp=2, pp=2)
     peaks = {r: planned("1f1b", 4, r, ranks=2).added_bytes for r in (0, 1)}
     for rank, place in either(((3, 1),), ((0, 0), (1, 1), (2, 0), (3, 1))):  # ranks of dp=2, pp=2
@@ -135,7 +135,7 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name,rank", [("1f1b", 0), ("1f1b", 1), ("zbv", 0)])
-def test_regions_are_given_what_earlier_ones_have_left(name, rank):
+def test_regions_of_a_pipeline_share_no_storage_that_they_write(name, rank):
     loop = loops_of(name, rank)
     parts = split(loop)
     stages = [s for s, r in enumerate(loop.rank_schedule.schedule.rank_of_stage) if r == rank]
@@ -174,7 +174,7 @@ AHEAD = st.fixed_dictionaries(
 @examples(1, 40)
 @given(st.sampled_from(("1f1b", "interleaved", "zbv")), st.integers(0, 1), st.integers(1, 3), st.booleans(), AHEAD)
 @example("interleaved", 1, 1, False, {"prefetch": 1, "in_flight": 0, "max_reuse_bytes": 0})
-def test_each_pass_gathers_what_it_needs_and_leaves_none_of_it(name, rank, stage, remat, jit):
+def test_each_pass_of_a_stage_gathers_its_parameters_and_frees_them(name, rank, stage, remat, jit):
     """The next of its micro-batch comes later, and may be of another stage: no gather starts ahead for it."""
     loop = loops_of(name, rank, stage=stage, dp=2, gather=False, remat=remat, jit=jit)
     parts = split(loop)
@@ -195,7 +195,7 @@ def test_a_stage_sends_back_before_its_weights_gradients_if_memory_allows_or_the
 
 
 @pytest.mark.slow
-def test_a_stage_computes_again_one_block_at_a_time():
+def test_a_rematerialised_stage_recomputes_one_block_at_a_time():
     """Gradients of weights that waited for those of all activations would hold every block that remat computes."""
     wide = {"ranks": 2, "remat": True, "block": wide_block}
     lean, fast = [planned("1f1b", 8, 1, jit=jit, **wide) for jit in ({}, {"memory_budget": 1e12})]
@@ -219,7 +219,7 @@ def held(parts: Any) -> list[torch.Tensor]:
     return [stand_ins_of(n)[0] for what, n in made if isinstance(what, Residual)]
 
 
-def test_a_mask_that_is_the_same_for_all_is_made_anew_and_a_draw_is_held():
+def test_a_backward_pass_recomputes_constant_masks_and_keeps_random_ones():
     def masked(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.where(torch.ones(5, 5, dtype=torch.bool).tril()[2], x @ p["w"], 0.0)
 

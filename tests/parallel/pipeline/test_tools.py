@@ -86,7 +86,7 @@ def test_a_pipeline_trains_on_numbered_batches():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_another_pipeline_reads_the_state_in_memory(simulate, tmp_path):
+def test_a_state_saved_in_memory_loads_into_another_pipeline(simulate, tmp_path):
     params, memory = params_of(5), str(tmp_path)
     loss, other = loss_of(4, depth=5), loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
     step, state, _ = made(fzero.mesh(dp=2, pp=2, simulate=simulate), loss, params, 3)

@@ -48,12 +48,12 @@ def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> PipelineS
         ),
     ],
 )
-def test_a_wrong_table_is_refused_in_words(wrong, words):
+def test_a_wrong_schedule_table_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         check(wrong)
 
 
-def test_other_texts_than_actions_are_refused():
+def test_texts_that_are_no_actions_are_refused():
     with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is no Action; PipelineSchedule.parse reads texts"):
         check(PipelineSchedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
     for arguments in (("X", 0, 0), ("F", -1, 0), ("F", 0, 1.0), ("F", True, 0)):
@@ -62,7 +62,7 @@ def test_other_texts_than_actions_are_refused():
 
 
 @given(schedules(least=2), st.sampled_from(["drop", "double", "other micro-batch", "other stage"]), st.data())
-def test_a_planted_fault_is_refused(schedule_, fault, data):
+def test_a_planted_fault_in_a_schedule_is_refused(schedule_, fault, data):
     rank = data.draw(st.integers(0, schedule_.ranks - 1))
     row = list(schedule_.rows[rank])
     at = data.draw(st.integers(0, len(row) - 1))

@@ -30,7 +30,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_torchs_tables_are_read_and_are_right(name):
+def test_tables_of_torch_are_parsed_with_their_efficiency(name):
     stages, expected = NAMES[name]
     for (ranks, micro_batches), (efficiency, in_flight) in expected.items():
         read = PipelineSchedule.parse(torch_table(name, ranks, micro_batches, stages), name)
@@ -41,13 +41,13 @@ def test_torchs_tables_are_read_and_are_right(name):
 @pytest.mark.parametrize(
     "name,ours", [("Interleaved1F1B", "interleaved"), ("InterleavedZeroBubble", "zb"), ("ZBVZeroBubble", "zbv")]
 )
-def test_the_known_orders_are_torchs_where_it_has_them(name, ours):
+def test_named_schedules_have_torchs_orders(name, ours):
     for ranks, micro_batches in ((2, 4), (4, 8), (3, 9)):
         read = PipelineSchedule.parse(torch_table(name, ranks, micro_batches, 2), ours)
         assert read == schedule(ours, ranks, micro_batches, 2)
 
 
-def test_torchs_messages_are_left_out_and_are_ours():
+def test_messages_in_a_table_of_torch_are_those_that_fzero_derives():
     table = torch_table("InterleavedZeroBubble", 4, 8, 2, with_comms=True)
     read = PipelineSchedule.parse(table)
     assert read == PipelineSchedule.parse(torch_table("InterleavedZeroBubble", 4, 8, 2))
@@ -55,13 +55,13 @@ def test_torchs_messages_are_left_out_and_are_ours():
     assert sends == {f"{s}SEND_{'F' if kind == 'F' else 'B'}{m}" for _, _, kind, s, m in read.messages}
 
 
-def test_torchs_own_1f1b_is_refused_by_name():
+def test_the_deadlocking_1f1b_of_torch_is_refused_by_name():
     table = torch_table("1F1B", 4, 8)
     with pytest.raises(ValueError, match=r"3F0, .* missing on rank 3.* 1 to 8 in place of 0 to 7, as torch 2.13's own"):
         PipelineSchedule.parse(table)
 
 
-def test_what_torch_reads_is_what_we_write():
+def test_torch_reads_the_csv_of_a_schedule():
     schedule_ = schedule("zbv", 3, 5, 2)
     rows = [[torchs._Action.from_str(cell) for cell in line.split(",")] for line in schedule_.to_csv().splitlines()]
     assert PipelineSchedule.parse(rows, "zbv") == schedule_
@@ -80,7 +80,7 @@ def test_a_table_is_rows_or_a_dict_or_a_text_or_a_file(tmp_path):
     assert all(PipelineSchedule.parse(table, "1f1b") == schedule_ for table in tables)
 
 
-def test_overlapped_actions_stand_one_after_the_other():
+def test_overlapped_actions_of_torch_are_parsed_in_sequence():
     read = PipelineSchedule.parse("0F0,(0F1;0B0)OVERLAP_F_B,0UNSHARD, 0B1 ,0REDUCE_GRAD")
     assert [str(a) for a in read.rows[0]] == ["0F0", "0F1", "0B0", "0B1"]
 

@@ -19,7 +19,7 @@ def boxes(axes):
 
 
 @pytest.mark.parametrize("name,stages", [("1f1b", 1), ("zbv", 2)])
-def test_each_action_is_a_box_at_its_time(name, stages):
+def test_each_action_of_a_schedule_is_a_box_at_its_time(name, stages):
     schedule_ = schedule(name, 4, 6, stages)
     (axes,) = schedule_.plot().axes
     timing = schedule_.timing()
@@ -28,7 +28,7 @@ def test_each_action_is_a_box_at_its_time(name, stages):
         assert np.array(boxes(axes)[rank]) == pytest.approx(np.array(expected))
 
 
-def test_its_words_are_the_schedules_numbers(tmp_path):
+def test_the_labels_of_a_schedules_picture_are_its_numbers(tmp_path):
     schedule_, more = schedule("1f1b", 4, 8), schedule("interleaved", 4, 8, 2)
     figure = schedule_.plot(tmp_path / "both.png", beside=[more])
     assert (tmp_path / "both.png").stat().st_size > 10_000
@@ -45,7 +45,7 @@ def test_its_words_are_the_schedules_numbers(tmp_path):
     ]
 
 
-def test_numbers_stand_where_there_is_room():
+def test_numbers_in_a_schedules_picture_appear_where_boxes_are_wide_enough():
     def numbers(schedule_):
         (axes,) = schedule_.plot().axes
         return len(axes.texts) - min(schedule_.ranks, 16) - 1

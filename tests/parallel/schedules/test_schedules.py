@@ -126,7 +126,7 @@ def test_the_generator_gives_the_numbers_of_the_study(ranks, micro_batches):
     assert [all_schedules[1].in_flight(rank) for rank in range(ranks)] == list(range(ranks, 0, -1))
 
 
-def test_slow_links_and_uneven_stages_cost_what_the_study_saw():
+def test_slow_links_and_uneven_stages_cost_the_efficiency_of_the_study():
     def efficiency(extra: int, times: int = 1, **durations: object) -> float:
         schedule_ = greedy(4, 16, cap=lambda rank: times * (4 - rank) + extra, **durations)  # pyright: ignore[reportArgumentType]
         return round(schedule_.timing(**durations).efficiency, 3)  # pyright: ignore[reportArgumentType]
@@ -148,7 +148,7 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b_for_its_shortest_step():
 
 
 @pytest.mark.slow
-def test_twenty_stages_reach_ninety_percent_with_171_micro_batches():
+def test_twenty_stages_reach_90_percent_efficiency_with_171_micro_batches():
     m = 171
     assert schedule("1f1b", 20, m - 1).timing().efficiency < 0.9 <= schedule("1f1b", 20, m).timing().efficiency
     assert (schedule("gpipe", 20, m).in_flight(0), schedule("1f1b", 20, m).in_flight(0)) == (171, 20)
@@ -165,7 +165,7 @@ rank 2   .  . F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --  .  .  .  ."""
     )
 
 
-def test_a_long_schedule_goes_on_below():
+def test_a_long_schedule_prints_in_several_rows():
     lines = str(schedule("interleaved", 2, 16, 2)).splitlines()
     assert max(map(len, lines)) <= 120
     assert [line[:6] for line in lines[1:]] == (["rank 0", "rank 1", ""] * 5)[:-1]
@@ -174,7 +174,7 @@ def test_a_long_schedule_goes_on_below():
         assert {str(action) for action in row} <= {*drawn}
 
 
-def test_messages_are_those_between_ranks_in_the_order_of_each_sender():
+def test_messages_of_a_schedule_are_listed_in_the_order_of_each_sender():
     schedule_ = schedule("zbv", 2, 1, 2)  # stages 0 1 2 3 on ranks 0 1 1 0
     assert schedule_.rank_of_stage == (0, 1, 1, 0)
     assert schedule_.messages == (
@@ -188,7 +188,7 @@ def test_messages_are_those_between_ranks_in_the_order_of_each_sender():
 
 
 @given(schedules())
-def test_each_message_is_sent_once_and_needed_where_it_goes(schedule_):
+def test_each_message_of_a_schedule_is_sent_once_to_a_rank_that_needs_it(schedule_):
     assert len({*schedule_.messages}) == len(schedule_.messages)
     for sender, receiver, kind, stage, m in schedule_.messages:
         user = Action("F", stage + 1, m) if kind == "F" else None
@@ -218,7 +218,7 @@ def test_a_timing_obeys_the_ranks_and_the_dependencies(schedule_, data):
 
 
 @given(st.integers(1, 5), st.integers(1, 5))
-def test_sending_early_takes_weight_halves_out_of_the_way_back(ranks, factor):
+def test_sending_early_lets_ranks_wait_for_input_halves_only(ranks, factor):
     """A rank waits for input halves only; the work of a rank stays, and split schedules send so by themselves."""
     m = ranks * factor
     one = schedule("1f1b", ranks, m)
@@ -227,7 +227,7 @@ def test_sending_early_takes_weight_halves_out_of_the_way_back(ranks, factor):
     assert schedule("zb", ranks, m).timing(sends_early=True) == schedule("zb", ranks, m).timing()
 
 
-def test_a_schedule_is_a_value():
+def test_schedules_compare_and_hash_by_value():
     assert schedule("1f1b", 3, 4) == schedule("1f1b", 3, 4)
     assert len({schedule("1f1b", 3, 4), schedule("1f1b", 3, 4), schedule("1f1b", 3, 5)}) == 2
     assert repr(schedule("zb", 1, 1)) == "PipelineSchedule('zb': 1 rank, 1 stage, 1 micro-batch)"
@@ -279,7 +279,7 @@ def test_a_cap_sets_the_memory_and_hides_slow_links():
     assert schedule("interleaved", 4, 8, 2, cap=6).in_flight(0) <= 6
 
 
-def test_rows_in_lists_are_taken():
+def test_a_schedule_may_be_made_of_lists():
     schedule_ = PipelineSchedule([[Action("F", 0, 0), Action("B", 0, 0)]], [0])  # pyright: ignore[reportArgumentType]
     check(schedule_)
     assert schedule_.rows == ((Action("F", 0, 0), Action("B", 0, 0)),)

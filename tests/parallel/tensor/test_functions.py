@@ -38,7 +38,9 @@ def parts(x: torch.Tensor, n: int, dim: int) -> PerRank:
     st.sampled_from([1.0, 1e3, 1e200]),
     st.sampled_from([-100, 6]),
 )
-def test_cross_entropy_of_parts_is_that_of_the_whole(n, simulate, reduction, smoothing, targets, scale, ignored):
+def test_cross_entropy_of_split_logits_equals_that_of_whole_logits(
+    n, simulate, reduction, smoothing, targets, scale, ignored
+):
     """Values and gradients; also of logits whose exponentials overflow, and where all targets are ignored."""
     logits, target = normal(2, 2, 8) * scale, torch.tensor(targets).view(2, 2)
     options: Any = {"ignore_index": ignored, "reduction": reduction, "label_smoothing": smoothing}
@@ -106,7 +108,7 @@ def test_join_after_cut_is_the_identity_and_they_are_transposes(n, simulate, dim
     torch.testing.assert_close(mesh.spmd(pulled_back)(x, y), y)
 
 
-def test_without_the_axis_everything_is_whole():
+def test_without_its_axis_tensor_parallel_functions_are_the_plain_ones():
     x, w = normal(2, 4), normal(4, 4)
     assert all(f(x) is x or torch.equal(f(x), x) for f in (tp.enter, tp.leave, tp.scatter, tp.gather))
     torch.testing.assert_close(tp.row(tp.column(x, w, axis="model"), w), x @ w @ w)
@@ -117,7 +119,7 @@ def test_without_the_axis_everything_is_whole():
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_an_axis_of_another_name(sequence):
+def test_tensor_parallel_functions_take_an_axis_of_any_name(sequence):
     params, batch = params_of(), batch_of()
     rule, loss = tp.split(DIMS, "m"), loss_for(sequence, axis="m")
 
@@ -128,7 +130,7 @@ def test_an_axis_of_another_name(sequence):
     torch.testing.assert_close(value, plain_loss(params, batch))
 
 
-def test_the_longest_name_counts():
+def test_the_split_rule_with_the_longest_matching_name_counts():
     rule = tp.split({"w": 0, "up.w": -1, "mlp.up.w": 1}, axis="tp")
     result = fzero.mesh(tp=2).spmd(
         lambda: [rule(p, torch.ones(2, 2)) for p in ("a.w", "0.up.w", "b.mlp.up.w", "up", "w")]
@@ -141,7 +143,7 @@ WORD: Any = "column"
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_that_averages_over_the_axis_is_refused(simulate, sequence):
+def test_a_step_that_averages_over_the_tensor_parallel_axis_is_refused(simulate, sequence):
     """Its ranks have one batch, and gradients of parts would be divided by their number, and summed over none."""
     mesh, opt = fzero.mesh(tp=2, simulate=simulate), optim.sgd(0.1)
     step = fzero.shard(train_step_for(loss_for(sequence), opt), stage=0, mesh=mesh, split=tp.split(DIMS))
@@ -185,7 +187,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name):
+def test_wrong_arguments_of_tensor_parallel_functions_are_refused(name):
     run, kind, said = BAD[name]
     with pytest.raises(kind, match=said):
         run()

@@ -53,13 +53,13 @@ def trained(module: nn.Module, layers: tp.Layers | None, x: torch.Tensor = X, me
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_each_style_has_the_numbers_of_the_whole_layer(simulate):
+def test_each_tensor_parallel_style_equals_the_whole_layer(simulate):
     module = Mlp()
     mesh = fzero.mesh(dp=2, tp=2, simulate=simulate)
     assert_trees_close(trained(module, tp.layers(module, PLAN), mesh=mesh), trained(module, None))
 
 
-def test_the_module_stays_as_it_is():
+def test_tp_layers_leave_the_module_unchanged():
     module = Mlp().double()
     before, y = dict(vars(module.up)), module(X)
     trained(module, tp.layers(module, PLAN))
@@ -124,7 +124,7 @@ def test_packed_matrices_are_each_cut_and_attributes_are_divided():
         assert vars(module)["width"] == 8
 
 
-def test_a_count_that_is_not_divided_is_told():
+def test_an_error_in_a_split_module_notes_that_it_runs_on_part_of_the_heads():
     module = nn.Sequential(Fused("parts"))
     layers = tp.layers(module, {"0.qkv": tp.packed(3), "0.out": "rowwise"})
     with pytest.raises((RuntimeError, ValueError)) as caught:
@@ -133,7 +133,7 @@ def test_a_count_that_is_not_divided_is_told():
 
 
 @pytest.mark.parametrize("raised_by", ["the model", "fzero"])
-def test_an_error_of_fzero_in_a_region_says_itself_what_to_do(raised_by):
+def test_an_error_of_fzero_in_a_split_region_gets_no_note(raised_by):
     class Refusing(Fused):
         def forward(self, x):
             if raised_by == "the model":
@@ -157,7 +157,7 @@ def test_unpack_and_pack_are_inverses():
         fzero.mesh(tp=2).spmd(lambda: layers.split("0.qkv.weight", params["0.qkv.weight"]))()
 
 
-def test_parameters_that_are_not_cut_are_refused():
+def test_a_split_layer_with_full_parameters_is_refused():
     """Frozen ones, say, that the rule has not seen: the columns of all ranks would be multiplied on each."""
     module = Mlp().double()
     apply, params, buffers = fzero.nn.functional(module, tp=tp.layers(module, PLAN))
@@ -167,7 +167,7 @@ def test_parameters_that_are_not_cut_are_refused():
         MESH.spmd(lambda p: apply(p, buffers, X)[0])(params)
 
 
-def test_on_a_mesh_without_the_axis_the_module_runs_whole():
+def test_on_a_mesh_without_the_axis_a_split_module_runs_whole():
     module = Mlp().double()
     layers = tp.layers(module, PLAN)
     apply, params, buffers = fzero.nn.functional(module, tp=layers)
@@ -176,7 +176,7 @@ def test_on_a_mesh_without_the_axis_the_module_runs_whole():
     assert result == [None] * len(params)
 
 
-def test_the_table_shows_what_becomes_of_each_layer():
+def test_the_table_of_tp_layers_shows_how_each_layer_is_split():
     shown = repr(tp.layers(nn.Sequential(*[Mlp() for _ in range(3)]), {f"*.{k}": v for k, v in PLAN.items()}))
     assert shown.splitlines() == [
         "layers along 'tp'",
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_plans_are_refused(name):
+def test_wrong_plans_of_tp_layers_are_refused(name):
     module, plan, kind, said = REFUSED[name]
     with pytest.raises(kind, match=said):
         tp.layers(module, plan)
@@ -247,7 +247,7 @@ def test_a_sequence_is_cut_in_one_list_of_blocks(names, lists):
         fzero.nn.functional(module, tp=layers)
 
 
-def test_a_vocabulary_that_does_not_divide_says_what_to_do():
+def test_a_vocabulary_that_tp_does_not_divide_is_refused_with_a_remedy():
     module = nn.Sequential(nn.Embedding(7, 4))
     layers = tp.layers(module, {"0": "embedding_rowwise"})
     said = (
@@ -290,7 +290,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_of_a_block_each_child_works_on_the_tokens_that_it_needs(simulate):
+def test_with_sequence_parallelism_each_child_gets_the_tokens_that_it_needs(simulate):
     module, x = Stack(), torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 4, 6)
     layers = tp.layers(module, {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}, sequence=True)
     mesh = fzero.mesh(dp=1, tp=2, simulate=simulate)
@@ -299,7 +299,7 @@ def test_of_a_block_each_child_works_on_the_tokens_that_it_needs(simulate):
         trained(module, layers, x[:, :3], mesh)
 
 
-def test_between_blocks_a_rank_has_a_part_of_the_tokens():
+def test_with_sequence_parallelism_a_rank_holds_part_of_the_tokens_between_blocks():
     module, x = Stack().double(), torch.ones(2, 4, 6, dtype=torch.float64)
     layers = tp.layers(module, {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}, sequence=True)
     records = []
@@ -316,7 +316,7 @@ def test_between_blocks_a_rank_has_a_part_of_the_tokens():
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_ranks_that_are_given_different_examples_are_refused(simulate):
+def test_ranks_along_tp_with_different_examples_are_refused(simulate):
     """A batch that is split over all axes, mesh.split(batch), would train each part of a model on other examples."""
     mesh, module = fzero.mesh(dp=1, tp=2, simulate=simulate), Mlp().double()
     apply, params, buffers = fzero.nn.functional(module, tp=(layers := tp.layers(module, PLAN)))
@@ -330,7 +330,7 @@ def test_ranks_that_are_given_different_examples_are_refused(simulate):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_ranks_of_a_pipeline_that_are_given_different_examples_are_refused(simulate):
+def test_ranks_along_tp_of_a_pipeline_with_different_examples_are_refused(simulate):
     mesh, module = fzero.mesh(pp=2, tp=2, simulate=simulate), nn.Sequential(Mlp(), Mlp()).double()
     layers = tp.layers(module, {f"*.{name}": style for name, style in PLAN.items()})
     loss, params, _ = fzero.nn.pipeline(module, lambda out, x: out.square().mean(), tp=layers, micro_batches=2)
@@ -342,7 +342,7 @@ def test_ranks_of_a_pipeline_that_are_given_different_examples_are_refused(simul
     grads_of(params, X)
 
 
-def test_layers_along_the_axis_of_the_data_are_told_their_axis():
+def test_the_error_of_layers_split_along_the_data_axis_names_it():
     module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
     wrong = tp.layers(module, {"0": "colwise", "1": "rowwise"}, axis="dp")
     apply, params, buffers = fzero.nn.functional(module, tp=wrong)

@@ -49,7 +49,7 @@ def cut_in(params: dict[str, Any], axis: str = "tp") -> set[str]:
 
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES])
-def test_training_by_the_plan_is_training_of_the_whole_model(name, sequence):
+def test_training_by_a_models_tp_plan_equals_training_of_the_whole_model(name, sequence):
     model = model_of(name)
     layers = tp.layers(model, FAMILIES[name], sequence=sequence)
     for mesh, stage in MESHES:
@@ -127,7 +127,7 @@ def test_mixtral_trains_with_each_expert_cut_and_no_axis_for_experts():
 
 
 @pytest.mark.slow
-def test_a_planned_graph_has_the_numbers():
+def test_a_jitted_tensor_parallel_model_equals_the_eager_one():
     model = model_of("llama")
     expected, losses = losses_of(model)
     layers = tp.layers(model, sequence=True)
@@ -141,7 +141,7 @@ def test_a_planned_graph_has_the_numbers():
     assert_trees_close(layers.pack(step.gather(state[0])), expected)
 
 
-def test_one_sum_goes_back_for_all_layers_that_are_given_one_value():
+def test_layers_with_one_input_share_one_sum_in_the_backward_pass():
     """An attention and an MLP: a sum forward and a sum backward each, whatever the number of their columns."""
     model = model_of("llama", tie_word_embeddings=False)
     for sequence in (False, True):
@@ -164,7 +164,7 @@ def test_one_sum_goes_back_for_all_layers_that_are_given_one_value():
 
 
 @pytest.mark.slow
-def test_dropout_by_a_key_leaves_one_value_one():
+def test_dropout_by_a_key_draws_equal_masks_along_tp():
     """Ranks along tp draw alike, or the residual stream would part; in a simulation that is an error by type."""
     model = model_of("gpt2", dropout=0.2).train()
     layers = tp.layers(model, GPT2)

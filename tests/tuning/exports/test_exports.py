@@ -59,7 +59,7 @@ def config(request):
     return CONFIGS[request.param]
 
 
-def test_deepspeed_reads_its_file(config, monkeypatch):
+def test_deepspeed_reads_the_exported_file(config, monkeypatch):
     read = json.loads(exported("deepspeed", config).text)
     lists = FIELDS["deepspeed"]
     assert {*read} <= {*lists["config"]} and read["zero_optimization"]["stage"] == config.stage
@@ -82,7 +82,7 @@ def test_deepspeed_reads_its_file(config, monkeypatch):
         assert parsed.zero_optimization_stage == config.stage and parsed.train_batch_size == config.global_batch
 
 
-def test_accelerates_launcher_reads_its_file(config, tmp_path, monkeypatch):
+def test_accelerates_launcher_reads_the_exported_file(config, tmp_path, monkeypatch):
     if config.pp > 1:
         with pytest.raises(ValueError, match="pp=2: accelerate trains no pipeline: export a row without one"):
             exported("accelerate", config)
@@ -172,7 +172,7 @@ dist.destroy_process_group()
 """
 
 
-def test_fsdp2_trains_as_without_it(tmp_path):
+def test_an_fsdp2_script_with_a_plan_trains_as_without(tmp_path):
     """On two ranks of gloo, in float32: each stage, checkpoint, offload and tensor parallelism."""
     base = Configuration(3, micro_batch=1, accumulation=4, ranks=2, precision="float32")
     ways = {f"stage_{n}": {"stage": n, "remat": (False, "matmuls", "every-2", True)[n]} for n in range(4)}
@@ -187,7 +187,7 @@ def test_fsdp2_trains_as_without_it(tmp_path):
     assert done.stdout.count("trained plan_") == len(ways)
 
 
-def test_fsdp2_is_told_the_stage_and_the_dtypes(config):
+def test_an_export_to_fsdp2_sets_the_stage_and_the_dtypes(config):
     text = exported("fsdp2", config).text
     compile(text, "fsdp2_plan.py", "exec")
     assert f'"reshard_after_forward": {config.stage == 3}' in text and f"param_dtype=torch.{config.precision}" in text
@@ -241,7 +241,7 @@ def torchtitan(monkeypatch):
     return config
 
 
-def test_torchtitan_has_the_fields_that_are_set(config, torchtitan):
+def test_torchtitan_knows_every_exported_field(config, torchtitan):
     names: dict = {"config": torchtitan}
     exec(exported("torchtitan", config).text, names)
     done = names["apply_plan"](torchtitan) if config.ep > 1 else names["planned"]()
@@ -265,7 +265,7 @@ def test_torchtitan_has_the_fields_that_are_set(config, torchtitan):
 
 
 @pytest.mark.skipif(not is_installed("torchtitan"), reason="torchtitan is not installed")
-def test_torchtitan_reads_its_file(config, tmp_path, monkeypatch):
+def test_torchtitan_reads_the_exported_file(config, tmp_path, monkeypatch):
     from torchtitan.config import ConfigManager
 
     text = exported("torchtitan", config).text
@@ -287,7 +287,7 @@ def words_of(export: Export) -> list[str]:
 
 
 @pytest.mark.parametrize("model", [None, "gpt2"])
-def test_megatron_has_the_flags_that_are_given(config, model):
+def test_megatron_knows_every_exported_flag(config, model):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag, spec in FIELDS["megatron"]["flags"].items():
         kind = {"int": int, "float": float}.get(spec.get("type", ""), str)
@@ -313,7 +313,7 @@ def test_megatron_has_the_flags_that_are_given(config, model):
 
 
 @pytest.mark.skipif(not is_installed("megatron"), reason="Megatron-LM is not on the path")
-def test_megatron_reads_its_flags(config, monkeypatch):
+def test_megatron_parses_the_exported_flags(config, monkeypatch):
     arguments = importlib.import_module("megatron.training.arguments")
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
@@ -347,7 +347,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("system", EXPORTS)
-def test_what_a_system_cannot_say_is_said(system):
+def test_an_export_lists_options_that_the_system_lacks(system):
     results = [exported(system, config) for config in CONFIGS.values() if (system, config.pp) != ("accelerate", 2)]
     said = "\n".join([line for export in results for line in export.differences])
     assert [word for word in SAID[system] if word not in said] == []
@@ -359,7 +359,7 @@ def test_what_a_system_cannot_say_is_said(system):
 
 
 @pytest.mark.parametrize("system", EXPORTS)
-def test_no_system_takes_fewer_bits(system):
+def test_exports_list_quantised_messages_and_states_as_differences(system):
     config = dataclasses.replace(USUAL, gather="int8", reduce="int4", moments="int8", float8="rowwise")
     lines = " ".join(exported(system, config).differences)
     assert all(f"{name}: " in lines for name in ("gather int8", "reduce int4", "moments int8", "float8 rowwise"))
@@ -367,7 +367,7 @@ def test_no_system_takes_fewer_bits(system):
 
 
 @pytest.mark.parametrize("system", EXPORTS)
-def test_compiled_seconds_are_said_to_be_so(system):
+def test_an_export_notes_that_planned_seconds_are_of_compiled_code(system):
     plain, compiled = (exported(system, dataclasses.replace(USUAL, compiled=x)).differences for x in (False, True))
     assert [x for x in compiled if x not in plain] == [
         "compiled: the seconds are those of compiled code, which the system must be told to run."

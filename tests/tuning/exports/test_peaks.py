@@ -16,7 +16,7 @@ LLAMA = 8_030_261_248
 USUAL = Configuration(3, 1, 4, ranks=64, depth=32)
 
 
-def test_the_parameters_of_a_rank_are_counted():
+def test_an_export_counts_the_parameters_of_a_rank():
     sizes = sizes_of(PRESETS["llama-3-8b"], USUAL)
     assert sizes.full == LLAMA and sizes.sharded == pytest.approx(LLAMA / 64) and sizes.unit == 128256 * 4096
     halved = sizes_of(PRESETS["llama-3-8b"], replace(USUAL, ranks=32, tp=2))
@@ -27,7 +27,7 @@ def test_the_parameters_of_a_rank_are_counted():
     assert experts[0].sharded == pytest.approx(experts[1].sharded)
 
 
-def test_the_states_are_those_of_the_systems():
+def test_an_export_estimates_the_state_bytes_of_each_system():
     sizes, share = sizes_of(PRESETS["llama-3-8b"], USUAL), LLAMA / 64
     fsdp2 = partial(fsdp2_states, sizes)
     assert fsdp2(USUAL) == (4 * share, 4 * share, 8 * share, 4 * sizes.unit, 4 * share)
@@ -44,7 +44,7 @@ def test_the_states_are_those_of_the_systems():
     assert deepspeed(replace(USUAL, stage=2, offload=0.25)).optimizer == 0
 
 
-def test_a_peak_is_that_of_the_forward_pass_or_of_the_update():
+def test_an_exported_peak_is_the_larger_of_forward_pass_and_update():
     states = fsdp2_states(sizes_of(PRESETS["llama-3-8b"], USUAL), USUAL)
     always = states.parameters + states.optimizer
     assert states.peak(7e9, False) == always + 7e9 + states.buffers
@@ -54,7 +54,7 @@ def test_a_peak_is_that_of_the_forward_pass_or_of_the_update():
 
 @pytest.mark.parametrize("system", ["deepspeed", "fsdp2", "accelerate", "torchtitan"])
 @pytest.mark.parametrize("budget", [1e9, 80e9])
-def test_a_file_says_whether_it_fits_there(system, budget):
+def test_an_exported_file_says_whether_the_plan_fits_on_that_system(system, budget):
     row = TableRow(USUAL, {"activations": 5e9}, {}, 1.0, 0.0, 0.0, True, {})
     run = PlannedRun(row, H100, PRESETS["llama-3-8b"], 8192, budget, activations=lambda config: 7e9)
     export = EXPORTS[system](run)
@@ -64,7 +64,7 @@ def test_a_file_says_whether_it_fits_there(system, budget):
     assert EXPORTS[system](replace(run, activations=None)).fits is None
 
 
-def test_experts_are_whole_where_a_system_does_not_split_them():
+def test_an_export_counts_all_experts_for_systems_that_do_not_split_them():
     row = TableRow(replace(USUAL, ep=8), {}, {}, 1.0, 0.0, 0.0, True, {})
     asked = []
 
@@ -84,7 +84,7 @@ VIT = {1: 20201, 2: 21152, 3: 20208}
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", VIT)
-def test_deepspeed_holds_what_was_published(stage):
+def test_estimated_peaks_of_deepspeed_match_published_ones(stage):
     """The published numbers hold a CUDA context too, of the order of 1,000."""
     make_step = model_step("vit-g-14", length=224, explicit=True)
     config = Configuration(stage, 16, 1, precision="float16", ranks=8, depth=48)
@@ -95,7 +95,7 @@ def test_deepspeed_holds_what_was_published(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks,measured", [(8, 82.4), (128, 67.0)])
-def test_torchtitan_holds_what_was_published(ranks, measured):
+def test_estimated_peaks_of_torchtitan_match_published_ones(ranks, measured):
     """Llama 3 8B, two sequences of 8192 tokens, eager: GiB that the allocator reserved, with its fragmentation."""
     make_step = model_step("llama-3-8b", length=8192)
     config = Configuration(3, 2, 1, remat="matmuls", ranks=ranks, depth=32)
