@@ -23,7 +23,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("what", cases(["sleeps", "polls", "has a child that computes"], PROGRAMS))
-def test_a_process_that_works_is_told_from_one_that_sleeps(what):
+def test_the_cpu_time_tells_a_working_process_from_a_sleeping_one(what):
     process = subprocess.Popen([sys.executable, "-c", PROGRAMS[what]], start_new_session=True)
     try:
         time.sleep(0.5)

@@ -26,7 +26,7 @@ def planned(step: dict) -> int:
 
 
 @pytest.mark.parametrize(("model", "backend"), MODELS)
-def test_what_a_step_requests_is_its_plan(model, backend):
+def test_the_memory_that_a_step_requests_is_its_plans(model, backend):
     for stage, step in models(model, backend).items():
         assert step["requested"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
 

@@ -118,7 +118,7 @@ def test_a_plan_for_inductor_has_no_temporaries_of_an_update():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")
-def test_a_compiled_updates_peak_is_the_plans():
+def test_the_peak_of_a_compiled_update_is_the_plans():
     args, f = [*arguments(CLIPPED)], updating("inductor")
     plan = f.plan(*args)
 
