@@ -77,7 +77,7 @@ def run(ranks: int, mb: int, rounds: int, root: str) -> None:
     torch.set_num_threads(1)
     step, state = sharded(ranks, mb)
     mesh = step.mesh
-    found: dict[str, list[tuple[float, int]]] = {}
+    times: dict[str, list[tuple[float, int]]] = {}
     background: list[tuple[float, int]] = []
     with fzero.checkpoint.checkpoints(f"{root}/runs", mesh, keep=1) as runs:
         for i in range(rounds + 1):  # the first one makes buffers and folders
@@ -103,24 +103,24 @@ def run(ranks: int, mb: int, rounds: int, root: str) -> None:
             }
             order = list(calls) if i % 2 else [*list(calls)[2::-1], *list(calls)[:2:-1]]
             for name in order:
-                found.setdefault(name, []).append(measured(calls[name]))
+                times.setdefault(name, []).append(measured(calls[name]))
             blocked = measured(lambda i=i: runs.save(i, state))
             start = time.perf_counter()
             runs.wait()
             background.append(blocked)
-            found.setdefault("background, ends after", []).append((blocked[0] + time.perf_counter() - start, 0))
+            times.setdefault("background, ends after", []).append((blocked[0] + time.perf_counter() - start, 0))
             dist.barrier()
             if mesh.rank == 0:
                 for path in (ours, theirs):
                     shutil.rmtree(path)
                 os.unlink(file)
             dist.barrier()
-    found["background"] = background
+    times["background"] = background
     everyones: list[Any] = [None] * mesh.size
-    dist.all_gather_object(everyones, found)
+    dist.all_gather_object(everyones, times)
     if mesh.rank == 0:  # the slowest and the largest rank of each round
         worst = {}
-        for name in found:
+        for name in times:
             rounds_ = zip(*[r[name] for r in everyones], strict=True)
             worst[name] = [(max(s for s, _ in x), max(n for _, n in x)) for x in rounds_]
         print("RESULT " + json.dumps({name: x[1:] for name, x in worst.items()}), flush=True)
@@ -173,7 +173,7 @@ def quartiles(xs: list[float], digits: int = 2) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def rows_of(ranks: int, found: dict[str, list[tuple[float, int]]]) -> list[list[str]]:
+def rows_of(ranks: int, times: dict[str, list[tuple[float, int]]]) -> list[list[str]]:
     rows = []
     for name, against, goal in (
         ("save", "save, DCP", GOALS["save"]),
@@ -186,10 +186,10 @@ def rows_of(ranks: int, found: dict[str, list[tuple[float, int]]]) -> list[list[
         ("load, DCP", "load, DCP", None),
         ("load, gathered", "load, DCP", None),
     ):
-        mine, theirs = [[s for s, _ in found[n]] for n in (name, against)]
+        mine, theirs = [[s for s, _ in times[n]] for n in (name, against)]
         ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
         met = "" if goal is None else f"≤ {goal}: {'met' if statistics.median(ratios) <= goal else 'missed'}"
-        grew = max(n for _, n in found[name]) / 1e6
+        grew = max(n for _, n in times[name]) / 1e6
         rows.append([str(ranks), name, quartiles(mine), quartiles(ratios), against, met, f"{grew:.0f}"])
     return rows
 

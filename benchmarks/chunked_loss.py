@@ -71,13 +71,16 @@ def by_backward(loss: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 def ways() -> dict[str, Callable[..., Any]]:
     """Make the ways: each returns the loss and the gradients of hidden states and head."""
-    found = {"whole logits": by_backward(in_full), "whole logits, torch.compile": by_backward(torch.compile(in_full))}
-    found |= {f"torchtitan's way, {PARTS} parts": by_backward(in_parts)}
+    programs = {
+        "whole logits": by_backward(in_full),
+        "whole logits, torch.compile": by_backward(torch.compile(in_full)),
+    }
+    programs |= {f"torchtitan's way, {PARTS} parts": by_backward(in_parts)}
     if hasattr(F, "linear_cross_entropy"):
-        found["torch's F.linear_cross_entropy"] = by_backward(of_torch)
+        programs["torch's F.linear_cross_entropy"] = by_backward(of_torch)
     ours = fzero.value_and_grad(nn.linear_cross_entropy, argnums=(0, 1))
-    found |= {"fzero, eager": ours, "fzero, fx": fzero.jit(ours, backend="fx", donate=())}
-    return found | {"fzero, inductor": fzero.jit(ours, backend="inductor", donate=())}
+    programs |= {"fzero, eager": ours, "fzero, fx": fzero.jit(ours, backend="fx", donate=())}
+    return programs | {"fzero, inductor": fzero.jit(ours, backend="inductor", donate=())}
 
 
 def inputs_of(tokens: int, width: int, classes: int, dtype: torch.dtype) -> Inputs:

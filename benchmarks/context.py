@@ -87,17 +87,17 @@ def cells(row: Row) -> list[str]:
 
 def goals(rows: list[Row]) -> list[Verdict]:
     """Compare fzero's methods with the quickest peer, by the wall and by the processor, and with the leanest."""
-    peers, found = [r for r in rows if r.system != "fzero"], []
+    peers, verdicts = [r for r in rows if r.system != "fzero"], []
     for ours in [r for r in rows if r.system == "fzero" and peers]:
         for what in ("seconds", "processor"):
             best = min(peers, key=lambda r: median(getattr(r, what)))
             ratios = [a / b for a, b in zip(getattr(ours, what), getattr(best, what), strict=True)]
             name = f"{'time' if what == 'seconds' else what}: {ours.variant} / {_name(best)}"
-            found.append(Verdict(f"{ours.ranks} ranks", name, median(ratios), TIME, quartiles(ratios)))
+            verdicts.append(Verdict(f"{ours.ranks} ranks", name, median(ratios), TIME, quartiles(ratios)))
         least = min(peers, key=lambda r: r.peak)
         name = f"peak: {ours.variant} / {_name(least)}"
-        found.append(Verdict(f"{ours.ranks} ranks", name, ours.peak / least.peak, PEAK))
-    return found
+        verdicts.append(Verdict(f"{ours.ranks} ranks", name, ours.peak / least.peak, PEAK))
+    return verdicts
 
 
 def _name(row: Row) -> str:
@@ -116,14 +116,14 @@ def measured(ranks: int, name: str, options: list[str]) -> dict[str, Any]:
     return {"rows": rows, "load": f"The load was {before} before and {load()} after."}
 
 
-def section(key: str, found: Any) -> list[str]:
+def section(key: str, result: Any) -> list[str]:
     """Return what to print of a model on some ranks."""
     name, ranks = key.split()
-    c, rows = context_systems.CONFIGS[name], [Row(**row) for row in found["rows"]]
+    c, rows = context_systems.CONFIGS[name], [Row(**row) for row in result["rows"]]
     said = (
         f"A GPT of width {c.width}, {context_systems.HEADS} heads, {c.layers} layers; {c.batch} x {c.tokens:,} tokens. "
     )
-    return [f"## {name}, {ranks} ranks", said + found["load"], rows_table(rows), goals_table(goals(rows))]
+    return [f"## {name}, {ranks} ranks", said + result["load"], rows_table(rows), goals_table(goals(rows))]
 
 
 def main() -> None:
@@ -134,15 +134,15 @@ def main() -> None:
     parser.add_argument("--configs", nargs="*", choices=context_systems.CONFIGS, default=["2k", "8k", "32k"])
     parser.add_argument("--systems", nargs="+", default=[""], help="rows whose name begins so")
     args = parser.parse_args()
-    found: dict[str, Any] = json.loads(ROWS.read_text()) if args.write and ROWS.exists() else {}
+    results: dict[str, Any] = json.loads(ROWS.read_text()) if args.write and ROWS.exists() else {}
     for name in args.configs:
         for ranks in args.ranks:
-            found[f"{name} {ranks}"] = measured(ranks, name, [*FEW.get(name, []), "--systems", *args.systems])
+            results[f"{name} {ranks}"] = measured(ranks, name, [*FEW.get(name, []), "--systems", *args.systems])
             if args.write:  # another size may fail
-                ROWS.write_text(json.dumps(found))
+                ROWS.write_text(json.dumps(results))
     order = [*context_systems.CONFIGS]
-    keys = sorted(found, key=lambda key: (order.index(key.split()[0]), key))
-    text = ABOUT + [part for key in keys for part in section(key, found[key])]
+    keys = sorted(results, key=lambda key: (order.index(key.split()[0]), key))
+    text = ABOUT + [part for key in keys for part in section(key, results[key])]
     publish(__file__, "python benchmarks/context.py", [*text, *NOTES], args.write)
 
 

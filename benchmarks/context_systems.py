@@ -83,9 +83,6 @@ def tokens_and_labels(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-# ---- fzero
-
-
 def fzero_system(method: Any, backend: str) -> System:
     """Make fzero's system of a method of attention and a backend."""
 
@@ -118,7 +115,7 @@ def fzero_system(method: Any, backend: str) -> System:
     return System("fzero", 3, method + (f"-{backend}" if backend != "inductor" else ""), build)
 
 
-# ---- the model as a module
+# The model as a module.
 
 
 class Block(nn.Module):
@@ -172,7 +169,7 @@ def fully_sharded(config: ContextConfig, attend: Attend, ranks: int, compiled: b
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2, fused=True)
 
 
-# ---- torch's context_parallel, with FSDP2
+# Torch's context_parallel, with FSDP2.
 
 
 def torch_system(rotate: str) -> System:
@@ -205,9 +202,6 @@ def torch_system(rotate: str) -> System:
         return train
 
     return System("context_parallel", 3, rotate, build)
-
-
-# ---- DeepSpeed's Ulysses
 
 
 def ulysses(group: Any) -> Attend:

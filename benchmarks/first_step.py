@@ -46,11 +46,11 @@ def run(name: str) -> dict[str, float]:
     start = time.perf_counter()
     train = BUILDS[name](Setup(config, 1, mesh))
     train(batch)
-    found = {"seconds": time.perf_counter() - start}
+    metrics = {"seconds": time.perf_counter() - start}
     if name == "fzero-3-auto":
-        found |= until_compiled(lambda: train(batch), start)
+        metrics |= until_compiled(lambda: train(batch), start)
     dist.barrier()
-    return found
+    return metrics
 
 
 def until_compiled(step: Any, start: float) -> dict[str, float]:
@@ -74,9 +74,9 @@ def launched(name: str, ranks: int, cache: str) -> dict[str, float]:
     done = subprocess.run(command, env=env, capture_output=True, check=False, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    print(name, ranks, found, file=sys.stderr, flush=True)
-    return found
+    metrics = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    print(name, ranks, metrics, file=sys.stderr, flush=True)
+    return metrics
 
 
 def measured(ranks: int) -> list[list[Any]]:
@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("--system", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.system:
-        found = run(args.system)
+        metrics = run(args.system)
         if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(metrics), flush=True)
         dist.destroy_process_group()
         return
     rows = [row for ranks in args.ranks for row in measured(ranks)]

@@ -144,12 +144,12 @@ def in_a_file(rng: random.Random, state: Any, fresh: Any) -> str:
         file.write_bytes(content)
         before = [x.clone() for x in tree.tensors(fresh)]
         try:
-            found = fzero.checkpoint.checkpoints(folder, MESH).restore(fresh)
+            restored = fzero.checkpoint.checkpoints(folder, MESH).restore(fresh)
         except CheckpointError:
             return "found"
-        if same(tree.tensors(found), tree.tensors(state)):
+        if same(tree.tensors(restored), tree.tensors(state)):
             return "harmless"
-        return "found" if same(tree.tensors(found), before) else "missed"  # the checkpoint was skipped with a notice
+        return "found" if same(tree.tensors(restored), before) else "missed"  # the checkpoint was skipped with a notice
 
 
 def count(row: Row, flips: int, seed: int, clean: list[torch.Tensor]) -> list[Any]:

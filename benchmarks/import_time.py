@@ -51,24 +51,24 @@ def imported(tree: pathlib.Path, cache: str, name: str, before: str = "") -> lis
 def parts(tree: pathlib.Path, cache: str) -> Mapping[str, tuple[float, int]]:
     """Return the milliseconds and modules of each part of `import fzero`: a package of fzero, or another library."""
     log = run(tree, cache, "-X", "importtime", "-c", "import torch, sys; sys.stderr.write('=\\n'); import fzero").stderr
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for own, name in re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", log[log.index("=\n") :]):
         depth = 2 if name.startswith("fzero.") else 1
-        found[".".join(name.split(".")[:depth])].append(int(own) / 1000)
-    return {name: (sum(times), len(times)) for name, times in found.items()}
+        seconds[".".join(name.split(".")[:depth])].append(int(own) / 1000)
+    return {name: (sum(times), len(times)) for name, times in seconds.items()}
 
 
 def in_turns(trees: Sequence[pathlib.Path], rounds: int) -> list[str]:
     """Measure the import of fzero of each folder, in turns."""
     with tempfile.TemporaryDirectory() as cache:
         compiled = {tree: imported(tree, cache, "fzero") for tree in trees}
-        found = {tree: list[list[float]]() for tree in trees}
+        seconds = {tree: list[list[float]]() for tree in trees}
         for _ in range(rounds):
             for tree in trees:
-                found[tree].append(imported(tree, cache, "fzero"))
+                seconds[tree].append(imported(tree, cache, "fzero"))
         rows = []
         for tree in trees:
-            cpu, clock, modules = zip(*found[tree], strict=True)
+            cpu, clock, modules = zip(*seconds[tree], strict=True)
             name = "this version" if tree == ROOT else "before"
             cells = [quartiles(cpu), quartiles(clock), f"{compiled[tree][0]:.2f}", int(modules[0])]
             met = statistics.median(cpu) <= GOAL

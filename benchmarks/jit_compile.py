@@ -49,7 +49,7 @@ def step_of(layers: int, stage: int, mesh: fzero.ranks.Mesh, k: int = 1) -> tupl
     return step, (*state, mesh.split(torch.randint(256, (2 * k * mesh.size, 33))))
 
 
-# ------------------------------------------------------------ in a process of its own
+# In a process of its own.
 
 
 def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
@@ -90,9 +90,6 @@ def elsewhere(what: Callable[..., Any], layers: int, stage: int, cache: str, k: 
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# ------------------------------------------------------------ the tables
-
-
 def verdict(good: bool) -> str:
     """Say whether a goal is met."""
     return "met" if good else "missed"
@@ -102,11 +99,11 @@ def compiled() -> list[str]:
     """Measure compilation."""
     cold = []
     for stage in (2, 3):
-        found = {}
+        results = {}
         for layers in (4, 16):
             with tempfile.TemporaryDirectory() as cache:
-                found[layers] = elsewhere(lowering, layers, stage, cache)
-        few, many = found[4], found[16]
+                results[layers] = elsewhere(lowering, layers, stage, cache)
+        few, many = results[4], results[16]
         counts = [f"{x['segments']}, {x['distinct']} distinct" for x in (few, many)]
         ratio = many["work"] / few["work"]
         seconds = [f"{x['seconds']:.1f}, {x['work']:.1f}" for x in (few, many)]
@@ -126,12 +123,12 @@ def by_micro_batches() -> list[str]:
     """Measure what a step costs before it runs, by its micro-batches."""
     rows = []
     for stage in (1, 3):
-        found = {}
+        results = {}
         for k in (1, 8, 64):
             with tempfile.TemporaryDirectory() as cache:
-                found[k] = elsewhere(lowering, 4, stage, cache, k)
-        for k, x in found.items():
-            times = [x[name] / found[1][name] for name in ("plan", "work")]
+                results[k] = elsewhere(lowering, 4, stage, cache, k)
+        for k, x in results.items():
+            times = [x[name] / results[1][name] for name in ("plan", "work")]
             met = verdict(max(times) <= LOOP_GOAL)
             rows.append([stage, k, f"{x['plan']:.2f}", f"{x['work']:.1f}", *[f"{t:.2f}" for t in times], met])
     head = ["stage", "micro-batches", "plan, s", "compile, s", "plan / that of 1", "compile / that of 1"]

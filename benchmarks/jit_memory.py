@@ -96,18 +96,18 @@ def measure(name: str, micro_batches: int, backend: str, stage: int, mesh: fzero
 
 def summary(rows: list[Row]) -> list[list[Any]]:
     """Judge the goals that no row shows alone."""
-    found = []
+    results = []
     for (model, k, backend), group in itertools.groupby(rows, lambda r: r[:3]):
         stages = list(group)
         for what in ("plan", "least"):
             peaks = [getattr(r, what) for r in stages]
             good = all(b <= a for a, b in itertools.pairwise(peaks))
             shown = " ≥ ".join(f"{x / MB:,.2f}" for x in peaks)
-            found.append([f"{model}, {k} micro-batches, {backend}: {what}, stages 0 to 3", shown, good])
+            results.append([f"{model}, {k} micro-batches, {backend}: {what}, stages 0 to 3", shown, good])
         if (model, k, backend) == ("B", 1, "fx"):
             added = stages[-1].least - stages[-1].arguments
-            found.append(["B, stage 3, fx: added, at most 62", f"{added / MB:,.2f}", added <= B_ADDS])
-    return [[what, shown, "met" if good else "missed"] for what, shown, good in found]
+            results.append(["B, stage 3, fx: added, at most 62", f"{added / MB:,.2f}", added <= B_ADDS])
+    return [[what, shown, "met" if good else "missed"] for what, shown, good in results]
 
 
 def report(rows: list[Row], command: str, write: bool) -> None:

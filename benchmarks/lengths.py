@@ -86,16 +86,16 @@ def child(asked: argparse.Namespace) -> None:
     planned = time.perf_counter() - start
     first = [seconds_of(run, state, buffers, n) for n in used]
     first[0] += planned
-    found: dict[str, Any] = {"first": first}
+    result: dict[str, Any] = {"first": first}
     if asked.way == "all" and asked.backend == "inductor":
         other, others, _ = step_of(asked.layers, asked.ranks, asked.backend, False)
         at = used[-1]
         seconds_of(other, others, buffers, at)
         rounds = [(seconds_of(run, state, buffers, at), seconds_of(other, others, buffers, at)) for _ in range(201)]
         ratios = sorted(a / b for a, b in rounds[1:])
-        found["steps"] = [statistics.median(b for _, b in rounds), *statistics.quantiles(ratios, n=4)]
+        result["steps"] = [statistics.median(b for _, b in rounds), *statistics.quantiles(ratios, n=4)]
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found))
+        print(json.dumps(result))
 
 
 def measured(asked: argparse.Namespace, backend: str, way: str) -> dict[str, Any]:

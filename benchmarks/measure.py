@@ -52,9 +52,9 @@ def main() -> None:
     mesh = fzero.mesh(simulate=False, dp=-1)
     of = importlib.import_module(args.module)
     keys = [key for key in of.SYSTEMS if key.startswith(tuple(args.systems))]
-    found = {key: measured(of, key, args.config, mesh, args.peaks) for key in keys}
-    rows = {key: row for key, (row, _) in found.items()}
-    together({key: runner for key, (_, runner) in found.items()}, rows, args.rounds, steps=1)
+    results = {key: measured(of, key, args.config, mesh, args.peaks) for key in keys}
+    rows = {key: row for key, (row, _) in results.items()}
+    together({key: runner for key, (_, runner) in results.items()}, rows, args.rounds, steps=1)
     if mesh.rank == 0:
         args.out.write_text(json.dumps([asdict(row) for row in rows.values()]))
     dist.destroy_process_group()

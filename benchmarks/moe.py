@@ -55,16 +55,16 @@ def goals(rows: list[Row]) -> list[Verdict]:
     """Compare fzero's compiled rows with DeepSpeed's of the same stage, and with the least peak of any peer."""
     ours = [r for r in rows if (r.system, r.variant) == ("fzero", "inductor")]
     least = min((r.peak for r in rows if r.system != "fzero"), default=0)
-    found = []
+    verdicts = []
     for row in ours:
         if least:
-            found.append(Verdict("2 ranks", f"peak: stage {row.stage} / best peer", row.peak / least, 0.75))
+            verdicts.append(Verdict("2 ranks", f"peak: stage {row.stage} / best peer", row.peak / least, 0.75))
         theirs = [r for r in rows if (r.system, r.stage) == ("DeepSpeed", row.stage)]
         if theirs:
             least_of_stage = min(r.peak for r in theirs)
-            found.append(_time(row, min(theirs, key=lambda r: r.median)))
-            found.append(Verdict("2 ranks", f"peak: stage {row.stage} / DeepSpeed", row.peak / least_of_stage, 0.75))
-    return found
+            verdicts.append(_time(row, min(theirs, key=lambda r: r.median)))
+            verdicts.append(Verdict("2 ranks", f"peak: stage {row.stage} / DeepSpeed", row.peak / least_of_stage, 0.75))
+    return verdicts
 
 
 def _time(ours: Row, theirs: Row) -> Verdict:
@@ -73,14 +73,14 @@ def _time(ours: Row, theirs: Row) -> Verdict:
     return Verdict("2 ranks", f"time: stage {ours.stage} / DeepSpeed", median(ratios), 1.0, quartiles(ratios))
 
 
-def check_numbers(found: dict[int, dict[Any, Numbers]]) -> None:
+def check_numbers(results: dict[int, dict[Any, Numbers]]) -> None:
     """Check that all systems compute the dense model's gradients, where no token is dropped and no loss is a rank's.
 
     Raises:
         ValueError: if a system does not. Names it and the number of ranks.
     """
     wanted = moe_numbers.dense(CASES["all seated"])
-    for ranks, mine in found.items():
+    for ranks, mine in results.items():
         for (name, case), numbers in mine.items():
             far = apart(numbers, wanted)[0]
             if case == "all seated" and far > 1e-4:
@@ -97,13 +97,13 @@ def goals_table(verdicts: list[Verdict]) -> str:
     return table(["goal", "ratio", "quartiles of the rounds' ratios", "limit", ""], rows)
 
 
-def numbers_table(found: dict[int, dict[Any, Numbers]]) -> str:
+def numbers_table(results: dict[int, dict[Any, Numbers]]) -> str:
     """Return how far each system's gradients and norm lie from the dense model's, and from its own on one rank."""
     wanted = {case: moe_numbers.dense(config) for case, config in CASES.items()}
     rows = []
-    for name, case in found[min(found)]:
-        for ranks, mine in found.items():
-            numbers, own = mine[name, case], found[min(found)][name, case]
+    for name, case in results[min(results)]:
+        for ranks, mine in results.items():
+            numbers, own = mine[name, case], results[min(results)][name, case]
             far = [*apart(numbers, wanted[case]), *apart(numbers, own)]
             rows.append([name, case, ranks, *[f"{x:.0e}" for x in far]])
     head = ["system", "case", "ranks", "gradients / dense", "norm / dense"]

@@ -36,10 +36,10 @@ class Numbers(NamedTuple):
     norms: list[float]
 
 
-def apart(found: Numbers, wanted: Numbers) -> tuple[float, float]:
+def apart(actual: Numbers, wanted: Numbers) -> tuple[float, float]:
     """Return how far gradients and norms lie apart: the worst leaf, by its largest element, and the worst rank."""
-    leaves = [(found.grads[path] - g).abs().max() / g.abs().max() for path, g in wanted.grads.items()]
-    norms = [abs(n / wanted.norms[0] - 1) for n in found.norms]
+    leaves = [(actual.grads[path] - g).abs().max() / g.abs().max() for path, g in wanted.grads.items()]
+    norms = [abs(n / wanted.norms[0] - 1) for n in actual.norms]
     return max(x.item() for x in leaves), max(norms)
 
 
@@ -49,9 +49,9 @@ def by_path(params: Any) -> dict[str, torch.Tensor]:
 
 
 def everyones(value: float) -> list[float]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def train_step(config: MoeConfig) -> Callable[..., Any]:
@@ -112,20 +112,20 @@ def by_deepspeed(stage: int) -> Callable[..., Numbers]:
 
 def weights(model: Any, ranks: int) -> dict[str, torch.Tensor]:
     """Return the whole parameters by the dense model's paths; experts are those of the ranks along `ep`."""
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for name in model.names:
-        found[name] = getattr(model, name).detach().clone()
+        values[name] = getattr(model, name).detach().clone()
     for i, block in enumerate(model.blocks):
         for name in ("ln1", "qkv", "proj", "ln2"):
-            found[f"blocks.{i}.{name}"] = block[name].detach().clone()
+            values[f"blocks.{i}.{name}"] = block[name].detach().clone()
         inner = block.moe.deepspeed_moe
-        found[f"blocks.{i}.router"] = inner.gate.wg.weight.detach().T.clone()
+        values[f"blocks.{i}.router"] = inner.gate.wg.weight.detach().T.clone()
         for name in ("up", "down"):
             own = torch.stack([getattr(e, name).weight.detach().T for e in inner.experts.deepspeed_experts])
             parts = [torch.empty_like(own) for _ in range(ranks)]
             dist.all_gather(parts, own.contiguous())
-            found[f"blocks.{i}.experts.{name}"] = torch.cat(parts[: min(ranks, 2)])
-    return found
+            values[f"blocks.{i}.experts.{name}"] = torch.cat(parts[: min(ranks, 2)])
+    return values
 
 
 def computed_by() -> dict[str, Callable[..., Numbers]]:
@@ -139,12 +139,12 @@ def main() -> None:
     """Compute all, and write rank 0's."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks, found = dist.get_rank(), dist.get_world_size(), {}
+    rank, ranks, values = dist.get_rank(), dist.get_world_size(), {}
     for name, compute in computed_by().items():
         for case, config in CASES.items():
-            found[name, case] = compute(config, config.global_batch().chunk(ranks)[rank])
+            values[name, case] = compute(config, config.global_batch().chunk(ranks)[rank])
     if rank == 0:
-        torch.save({key: (x.grads, x.norms) for key, x in found.items()}, sys.argv[1])
+        torch.save({key: (x.grads, x.norms) for key, x in values.items()}, sys.argv[1])
     dist.destroy_process_group()
 
 

@@ -110,9 +110,6 @@ def loss_of(params: Any, tokens: torch.Tensor, config: MoeConfig, apply: Callabl
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + config.balance * torch.stack(auxiliary).sum()
 
 
-# ---- fzero
-
-
 def fzero_mesh(ranks: int) -> fzero.ranks.Mesh:
     """Return the axis of the experts: ep=2 with dp=2 on four ranks."""
     return fzero.mesh(simulate=False, dp=ranks // min(ranks, 2), ep=min(ranks, 2))
@@ -142,9 +139,6 @@ def fzero_system(stage: int, backend: str) -> System:
         return train
 
     return System("fzero", stage, backend, build)
-
-
-# ---- FSDP2
 
 
 class Mixture(nn.Module):
@@ -211,9 +205,6 @@ def fsdp2_system(reshard: bool, compiled: bool) -> System:
         return train
 
     return System("FSDP2", 3 if reshard else 2, "reshard" + "-compile" * compiled if reshard else "keep", build)
-
-
-# ---- DeepSpeed
 
 
 class Expert(nn.Module):

@@ -65,10 +65,11 @@ def main() -> None:
         [r["model"], r["micro_batches"], r["stage"], r["variant"], f"{a * 1e3:,.0f}", f"{b * 1e3:,.0f}", f"{a / b:.2f}"]
         for r, a, b in zip(rows, measured, told, strict=True)
     ]
-    found = spearman(measured, told)
+    correlation = spearman(measured, told)
     parts = [
         f"fzero's rows of [results/peers.md](results/peers.md) on {args.ranks} ranks, and their plans. Spearman's "
-        f"coefficient of the two orders is {found:.3f}; the goal is {GOAL}: {'met' if found >= GOAL else 'missed'}.",
+        f"coefficient of the two orders is {correlation:.3f}; the goal is {GOAL}: "
+        f"{'met' if correlation >= GOAL else 'missed'}.",
         table(["model", "micro-batches", "stage", "variant", "measured ms", "by the model ms", "ratio"], cells),
     ]
     publish(__file__, "python benchmarks/order.py", parts, args.write)

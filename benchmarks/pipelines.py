@@ -71,16 +71,16 @@ def cells(row: PipelineRow) -> list[str]:
 
 def goals(rows: list[PipelineRow]) -> list[Verdict]:
     """Compare fzero's compiled rows with the peers' of the same schedule: the quickest, and the least of memory."""
-    found = []
+    verdicts = []
     for ours in [r for r in rows if (r.system, r.variant) == ("fzero", "inductor")]:
         theirs = [r for r in rows if r.system != "fzero" and r.schedule == ours.schedule]
         if theirs:
             best, least = min(theirs, key=lambda r: r.median), min(theirs, key=lambda r: r.peak)
             ratios = [a / b for a, b in zip(ours.seconds, best.seconds, strict=True)]
             mine, where = f"{ours.schedule}, stage {ours.stage}", f"{ours.ranks} ranks"
-            found.append(Verdict(where, f"time: {mine} / {_name(best)}", median(ratios), TIME, quartiles(ratios)))
-            found.append(Verdict(where, f"peak: {mine} / {_name(least)}", ours.peak / least.peak, PEAK))
-    return found
+            verdicts.append(Verdict(where, f"time: {mine} / {_name(best)}", median(ratios), TIME, quartiles(ratios)))
+            verdicts.append(Verdict(where, f"peak: {mine} / {_name(least)}", ours.peak / least.peak, PEAK))
+    return verdicts
 
 
 def _name(row: PipelineRow) -> str:

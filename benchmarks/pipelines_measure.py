@@ -94,9 +94,9 @@ def _ranks(args: Any) -> int:
 
 def everyones(value: Any) -> list[Any]:
     """Return the values of all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def total(share: torch.Tensor) -> float:
@@ -115,11 +115,11 @@ def numbers(system: System, dp: int, pp: int) -> tuple[float, float]:
         config = config._replace(dtype=torch.float32)  # it reduces no float64
     with shared_cache():
         built = system.build(config, dp, pp, True)
-        found = total(built.train(tokens[built.part]))
+        values = total(built.train(tokens[built.part]))
     after = {path: x for own in everyones(built.weights()) for path, x in own.items()}
     before = by_path(params)
     far = [(before[path] - after[path] - g).abs().max() / g.abs().max() for path, g in by_path(grads).items()]
-    return abs(found / loss.item() - 1), max(x.item() for x in far)
+    return abs(values / loss.item() - 1), max(x.item() for x in far)
 
 
 def alone(system: System, row: PipelineRow, config: PipelineConfig) -> "Runner":

@@ -104,9 +104,6 @@ def by_path(params: Any) -> dict[str, torch.Tensor]:
     return {path: x.detach().clone() for path, x in zip(paths, leaves, strict=True)}
 
 
-# ---- fzero
-
-
 def first(rest: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Embed tokens [b, t + 1]."""
     return rest["wte"][tokens[:, :-1]] + rest["wpe"][: tokens.shape[1] - 1]
@@ -173,7 +170,7 @@ def fzero_system(schedule: str, stage: int, backend: str) -> System:
     return System("fzero", schedule, stage, backend, build)
 
 
-# ---- what the peers train: the same functions, as modules
+# What the peers train: the same functions, as modules.
 
 
 class Part(nn.Module):
@@ -202,9 +199,6 @@ class Part(nn.Module):
         for i, block in zip(self.numbers, self.blocks, strict=True):
             named |= {f"blocks.{i}.{name}": p for name, p in block.named_parameters()}
         return {path: full(p).detach().clone() for path, p in named.items()}
-
-
-# ---- torch.distributed.pipelining
 
 
 def torch_system(schedule: str, data: str, compiled: bool = False) -> System:
@@ -291,9 +285,6 @@ def _optimizer(params: list[Any], data: str, group: Any, plain: bool) -> Any:
     return kind(params, **options)
 
 
-# ---- DeepSpeed
-
-
 class Embed(nn.Module):
     def __init__(self, config: PipelineConfig) -> None:
         super().__init__()
@@ -352,11 +343,11 @@ def deepspeed_system(stage: int, compiled: bool) -> System:
             return loss.detach() / dist.get_world_size()
 
         def weights() -> dict[str, torch.Tensor]:
-            found: dict[str, torch.Tensor] = {}
+            params: dict[str, torch.Tensor] = {}
             for i, layer in enumerate(model.forward_funcs, model._local_start):
                 before = f"blocks.{i - 1}." if 0 < i <= config.layers else ""
-                found |= {before + name: p.detach().clone() for name, p in layer.named_parameters()}
-            return found
+                params |= {before + name: p.detach().clone() for name, p in layer.named_parameters()}
+            return params
 
         return Built(train, weights, model._grid.get_data_parallel_id())
 
@@ -388,5 +379,5 @@ SYSTEMS = {
 
 def chosen(prefixes: list[str], dp: int) -> list[System]:
     """List systems whose names begin so. Without ranks along dp, peers that differ along it alone are left out."""
-    found = [s for key, s in SYSTEMS.items() if key.startswith(tuple(prefixes))]
-    return [s for s in found if dp > 1 or s.name == "fzero" or s.stage == 0]
+    systems = [s for key, s in SYSTEMS.items() if key.startswith(tuple(prefixes))]
+    return [s for s in systems if dp > 1 or s.name == "fzero" or s.stage == 0]

@@ -102,9 +102,9 @@ def elsewhere(name: str, tree: pathlib.Path, cache: str) -> dict[str, Any]:
     env = {**os.environ, "PLANNED_TREE": str(tree), "PYTHONPATH": str(tree), "XDG_CACHE_HOME": cache}
     command = [sys.executable, __file__, "--measure", name]
     done = subprocess.run(command, env=env, cwd=cache, stdout=subprocess.PIPE, check=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(name, tree, found, file=sys.stderr, flush=True)
-    return found
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(name, tree, result, file=sys.stderr, flush=True)
+    return result
 
 
 def tables(names: Sequence[str], trees: Sequence[pathlib.Path], rounds: int) -> list[str]:
@@ -144,5 +144,5 @@ if __name__ == "__main__":
         from benchmarks.report import publish
 
         trees = [ROOT] if options.tree is None else [options.tree, ROOT]
-        found = tables(options.cases, trees, options.rounds)
-        publish(__file__, "python benchmarks/planner_speed.py", found, options.write)
+        text = tables(options.cases, trees, options.rounds)
+        publish(__file__, "python benchmarks/planner_speed.py", text, options.write)

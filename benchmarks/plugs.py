@@ -226,11 +226,11 @@ def run(name: str) -> dict[str, float] | str:
     """Run a system in a torchrun of its own; return its numbers, or why it did not run."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--work", name]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=900)
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    if not found:
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if not results:
         errors = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
         return errors[0].strip()[:200] if errors else done.stderr[-200:]
-    return json.loads(found[0].removeprefix("RESULT"))
+    return json.loads(results[0].removeprefix("RESULT"))
 
 
 def main() -> None:
@@ -242,37 +242,37 @@ def main() -> None:
     args = parser.parse_args()
     if args.work:
         return work(args.work)
-    found: dict[str, list[Any]] = {name: [] for name in args.systems}
+    results: dict[str, list[Any]] = {name: [] for name in args.systems}
     for _ in range(args.rounds):
         for name in args.systems:
-            if not any(isinstance(x, str) for x in found[name]):
-                found[name].append(run(name))
-                print(name, found[name][-1], file=sys.stderr, flush=True)
-    parts = [NOTE, GOALS, FLOOR, table_of(args.systems, found, PEERS)]
-    parts += ["## Lightning", NOTE_OF_LIGHTNING, table_of(args.systems, found, LIGHTNING[1:2])]
+            if not any(isinstance(x, str) for x in results[name]):
+                results[name].append(run(name))
+                print(name, results[name][-1], file=sys.stderr, flush=True)
+    parts = [NOTE, GOALS, FLOOR, table_of(args.systems, results, PEERS)]
+    parts += ["## Lightning", NOTE_OF_LIGHTNING, table_of(args.systems, results, LIGHTNING[1:2])]
     publish(__file__, "python benchmarks/plugs.py --write", parts, args.write)
 
 
-def table_of(systems: Sequence[str], found: dict[str, list[Any]], peers: Sequence[str]) -> str:
+def table_of(systems: Sequence[str], results: dict[str, list[Any]], peers: Sequence[str]) -> str:
     """Make the table of one Trainer's systems, beside its peers."""
     head = ["system", "peak of steps, MB", "peak of the whole life, MB", "s a step", "first step, s"]
     head += [f"{what} / {peer}" for peer in peers for what in ("peak", "step")]
-    return table(head, [row_of(name, found, peers) for name in systems if (name in LIGHTNING) == (peers != PEERS)])
+    return table(head, [row_of(name, results, peers) for name in systems if (name in LIGHTNING) == (peers != PEERS)])
 
 
-def row_of(name: str, found: dict[str, list[Any]], peers: Sequence[str]) -> list[str]:
+def row_of(name: str, results: dict[str, list[Any]], peers: Sequence[str]) -> list[str]:
     """Make a row of medians; a system that failed says why."""
-    failed = [x for x in found[name] if isinstance(x, str)]
+    failed = [x for x in results[name] if isinstance(x, str)]
     if failed:
         return [name, failed[0], *[""] * (3 + 2 * len(peers))]
 
     def median(system: str, key: str) -> float:
-        return statistics.median([x[key] for x in found[system]])
+        return statistics.median([x[key] for x in results[system]])
 
     row = [name, *[f"{median(name, key) / 1e6:.0f}" for key in ("peak", "whole")]]
-    row += [quartiles([x[key] for x in found[name]]) for key in ("step", "first")]
+    row += [quartiles([x[key] for x in results[name]]) for key in ("step", "first")]
     for peer in peers:
-        is_known = bool(found.get(peer)) and not any(isinstance(x, str) for x in found[peer])
+        is_known = bool(results.get(peer)) and not any(isinstance(x, str) for x in results[peer])
         row += [f"{median(name, key) / median(peer, key):.2f}" if is_known else "" for key in ("peak", "step")]
     return row
 

@@ -99,7 +99,7 @@ AXES = {
 }
 
 
-# ------------------------------------------------------------ in a process of its own
+# In a process of its own.
 
 
 def planned(axis: str, size: int) -> dict[str, float]:
@@ -154,12 +154,12 @@ def ran(axis: str, size: int) -> dict[str, float]:
         *state, _ = run(*state, batch)
         seconds.append(time.process_time() - start + sum(os.times()[2:4]) - children)
     usual = statistics.median(seconds[1:])
-    found = {"step": usual} if axis == "ranks" else {"compile": seconds[0] - usual, "step": usual}
+    phases = {"step": usual} if axis == "ranks" else {"compile": seconds[0] - usual, "step": usual}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         fzero.save(pathlib.Path(folder) / "step", {"params": state[0], "opt_state": state[1]}, mesh=step.mesh)
-        found["save"] = time.perf_counter() - start
-    return found
+        phases["save"] = time.perf_counter() - start
+    return phases
 
 
 def elsewhere(kind: str, axis: str, size: int) -> dict[str, float]:
@@ -172,20 +172,17 @@ def elsewhere(kind: str, axis: str, size: int) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# ------------------------------------------------------------ the table
-
-
 def sizes_and_seconds(axis: str, rounds: int) -> dict[str, dict[int, list[float]]]:
     """Measure an axis: for each phase and size the seconds of each round, in turns."""
-    found: dict[str, dict[int, list[float]]] = {}
+    phases: dict[str, dict[int, list[float]]] = {}
     for number in range(rounds):
         for kind, sizes in (("planned", AXES[axis].sizes), ("ran", AXES[axis].run)):
             for size in sizes:
-                if number and sum(sum(f.get(size, ())) for f in found.values()) > LONG * number:
+                if number and sum(sum(f.get(size, ())) for f in phases.values()) > LONG * number:
                     continue
                 for phase, seconds in elsewhere(kind, axis, size).items():
-                    found.setdefault(phase, {}).setdefault(size, []).append(seconds)
-    return found
+                    phases.setdefault(phase, {}).setdefault(size, []).append(seconds)
+    return phases
 
 
 def slope(points: Sequence[tuple[int, float]]) -> float:

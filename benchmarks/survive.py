@@ -184,14 +184,14 @@ def case(kind: str, timeout: float) -> dict[str, Any]:
 
 def faults(timeout: float, at_once: int) -> list[str]:
     with ThreadPoolExecutor(at_once) as pool:
-        found = dict(zip(KINDS, pool.map(lambda kind: in_a_process(kind, timeout), KINDS), strict=True))
+        outcomes = dict(zip(KINDS, pool.map(lambda kind: in_a_process(kind, timeout), KINDS), strict=True))
     rows = []
-    for kind, what in found.items():
+    for kind, what in outcomes.items():
         seconds = what["seconds"]
         met = "met" if seconds is None else "met" if seconds <= GOAL else "missed"
         shown = "not lost, all go on" if kind in HARMLESS else f"{seconds:.1f}" if seconds is not None else "none"
         rows.append([kind, shown, "**wrong**" if what["wrong"] else met, what["error"].partition("is lost: ")[2]])
-    wrong = [f"`{kind}`: {' '.join(what['wrong'])[:500]}" for kind, what in found.items() if what["wrong"]]
+    wrong = [f"`{kind}`: {' '.join(what['wrong'])[:500]}" for kind, what in outcomes.items() if what["wrong"]]
     return [
         f"From the fault to the `LostRankError` of the last rank that lives, with `fzero.mesh(timeout={timeout:g})`. "
         f"Two ranks on each host, {at_once} worlds at once on this machine.",
@@ -206,11 +206,11 @@ def cost(timeout: float, steps: int) -> list[str]:
         times: dict[str, list[list[float]]] = {"None": [], str(timeout): []}
         for i in range(ROUNDS):
             # the first of two is faster here, so the order turns around each time
-            for argument, found in list(times.items())[:: 1 if i % 2 else -1]:
+            for argument, samples in list(times.items())[:: 1 if i % 2 else -1]:
                 done = world(2, "-c", COST, argument, how, str(steps))
-                found.append([float(x) for x in done.stdout.split()])
+                samples.append([float(x) for x in done.stdout.split()])
         for i, what in enumerate(("by the clock", "of the processor")):
-            without, with_beats = [[1e3 * x[i] for x in found] for found in times.values()]
+            without, with_beats = [[1e3 * x[i] for x in samples] for samples in times.values()]
             ratio = statistics.median(with_beats) / statistics.median(without)
             rows.append([f"{how}, {what}", quartiles(without), quartiles(with_beats), f"{ratio:.3f}"])
         shares += [x[2] for x in times[str(timeout)]]
@@ -252,7 +252,7 @@ def going_on(times: int) -> list[str]:
     """Measure from the death of a rank to the next step: elastic runs from memory, and torch's DDP from disk."""
     whats = ("the script begins again", "the first step ends", "steps done again")
     systems = {"fzero.elastic, from memory": elastic_words, "torch's DDP, from disk": disk_words}
-    found = {name: {what: list[float]() for what in whats} for name in systems}
+    figures = {name: {what: list[float]() for what in whats} for name in systems}
     for i in range(times):
         for name, words_of in [*systems.items()][:: 1 if i % 2 else -1]:
             with tempfile.TemporaryDirectory() as folder:
@@ -261,8 +261,8 @@ def going_on(times: int) -> list[str]:
                 subprocess.run(words, cwd=ROOT, env=environment(**OWN_STORE), capture_output=True, check=True)
                 lines = [json.loads(line) for line in (pathlib.Path(folder) / "log").read_text().splitlines()]
             for what, value in zip(whats, until_next(lines), strict=True):
-                found[name][what].append(value)
-    rows = [[name, *[quartiles(x[what]) for what in whats[:2]], f"{max(x[whats[2]]):g}"] for name, x in found.items()]
+                figures[name][what].append(value)
+    rows = [[name, *[quartiles(x[what]) for what in whats[:2]], f"{max(x[whats[2]]):g}"] for name, x in figures.items()]
     return [
         "Two ranks of one host under torchrun, of which one is killed in its step 5; a small model, kept each 2 steps, "
         f"in memory or in a file. From the death, in seconds: the median and the quartiles of {times}, in turns.",

@@ -43,7 +43,7 @@ def check_losses(rows: list[Row]) -> None:
 
 def goals(rows: list[Row]) -> list[Verdict]:
     """Compare fzero's compiled rows with torch's, each with the best one that cuts the sequence or not, as it does."""
-    found = []
+    verdicts = []
     for sequence in (False, True):
         mine = [r for r in rows if ("sequence" in r.variant) == sequence]
         theirs = [r for r in mine if r.system != "fzero"]
@@ -54,11 +54,11 @@ def goals(rows: list[Row]) -> list[Verdict]:
             where, best = f"{ours.ranks} ranks", min(theirs, key=lambda r: r.median)
             ratios = [a / b for a, b in zip(ours.seconds, best.seconds, strict=True)]
             peak = ours.peak / min(r.peak for r in theirs)
-            found.append(Verdict(where, f"time: {what} / {best.system}", median(ratios), 1.0, quartiles(ratios)))
-            found.append(Verdict(where, f"peak: {what} / {best.system}", peak, 0.8))
+            verdicts.append(Verdict(where, f"time: {what} / {best.system}", median(ratios), 1.0, quartiles(ratios)))
+            verdicts.append(Verdict(where, f"peak: {what} / {best.system}", peak, 0.8))
             sent = ours.sent / min(r.sent for r in theirs)
-            found.append(Verdict(where, f"sent: {what} / {best.system}", sent, 1.0))
-    return found
+            verdicts.append(Verdict(where, f"sent: {what} / {best.system}", sent, 1.0))
+    return verdicts
 
 
 def measured(ranks: int, name: str, rounds: int, systems: list[str]) -> list[Row]:

@@ -53,9 +53,6 @@ def following(tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], dim=1)
 
 
-# ---- fzero
-
-
 def fzero_system(stage: int, backend: str, sequence: bool = False) -> System:
     """Make fzero's system of a stage and a backend."""
 
@@ -86,9 +83,6 @@ def fzero_system(stage: int, backend: str, sequence: bool = False) -> System:
         return train
 
     return System("fzero", stage, backend + "-sequence" * sequence, build)
-
-
-# ---- torch
 
 
 def torch_plan(sequence: bool) -> dict[str, Any]:
@@ -162,12 +156,12 @@ def _local(x: Any) -> torch.Tensor:
 
 
 def _all() -> list[System]:
-    found: list[System] = []
+    systems: list[System] = []
     for stage in (0, 3):
         for sequence in (False, True):
-            found += [fzero_system(stage, backend, sequence) for backend in ("eager", "fx", "inductor")[sequence:]]
-            found += [torch_system(stage, sequence)]
-    return found  # torch's blocks, compiled, fail in torch 2.13: tensors of parts wait within the graph
+            systems += [fzero_system(stage, backend, sequence) for backend in ("eager", "fx", "inductor")[sequence:]]
+            systems += [torch_system(stage, sequence)]
+    return systems  # torch's blocks, compiled, fail in torch 2.13: tensors of parts wait within the graph
 
 
 SYSTEMS = {s.key: s for s in _all()}

@@ -97,22 +97,22 @@ def on_each_rank(path: str) -> None:
     """Measure the rows of a world of as many ranks as there are processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {}
+    results = {}
     for i, (name, config) in enumerate(ROWS):
         if config.world == dist.get_world_size():
-            found[i] = measure(name, config)
+            results[i] = measure(name, config)
             if dist.get_rank() == 0:
-                print(name, config, found[i], file=sys.stderr, flush=True)
+                print(name, config, results[i], file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
-        pathlib.Path(path).write_text(json.dumps(found), encoding="utf-8")
+        pathlib.Path(path).write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def report(found: dict[int, Measured], write: bool) -> None:
+def report(results: dict[int, Measured], write: bool) -> None:
     """Print the table."""
     rows = []
     for i, (name, config) in enumerate(ROWS):
-        x = found[i]
+        x = results[i]
         off = x.least / x.plan - 1
         sizes = [f"{n / MB:,.3f}" for n in (x.plan, x.least)]
         rows.append([name, config.world, str(config), *sizes, f"{off:+.4%}", "met" if abs(off) <= GOAL else "missed"])
@@ -129,15 +129,15 @@ def report(found: dict[int, Measured], write: bool) -> None:
 
 def main() -> None:
     """Measure on 1 and 2 processes, and print."""
-    found: dict[int, Measured] = {}
+    results: dict[int, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 2):
             path = pathlib.Path(folder, f"{ranks}.json")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             subprocess.run([*command, __file__, "--ranks", str(path)], check=True)
             read = json.loads(path.read_text(encoding="utf-8"))
-            found |= {int(i): Measured(*x) for i, x in read.items()}
-    report(found, "--write" in sys.argv)
+            results |= {int(i): Measured(*x) for i, x in read.items()}
+    report(results, "--write" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,6 @@ CASES = (
 )
 
 
-# ---------------------------------------------------------------- the ways
-
-
 def values(case: Case, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make the weights in float32, and the gradient in the dtype that it arrives in."""
     g = torch.Generator().manual_seed(0)
@@ -144,18 +141,15 @@ def cpu_adam(weights: torch.Tensor, gradient: torch.Tensor) -> Callable[[], obje
 
 def ways_of(case: Case, numel: int) -> dict[str, Way]:
     """Make all ways of a table."""
-    found = {"plain loop": loop(case, numel), "fzero.jit": ours(case, numel)}
+    timings = {"plain loop": loop(case, numel), "fzero.jit": ours(case, numel)}
     if case.has_peers:
         casts = ", with casts" if case.is_half else ""
-        found[f"torch, fused{casts}"] = peer(case, numel, fused)
+        timings[f"torch, fused{casts}"] = peer(case, numel, fused)
         try:
-            found[f"DeepSpeed, CPUAdam{casts}"] = peer(case, numel, cpu_adam)
+            timings[f"DeepSpeed, CPUAdam{casts}"] = peer(case, numel, cpu_adam)
         except Exception as error:  # it is not installed, or cannot be built
             print(f"without CPUAdam: {error!r}", file=sys.stderr)
-    return found
-
-
-# ---------------------------------------------------------------- measuring
+    return timings
 
 
 def timed(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:

@@ -27,7 +27,7 @@ def loss_fn(params: dict[str, Any], batch: dict[str, torch.Tensor]) -> torch.Ten
     return (x @ params["head"] - batch["y"]).square().mean()
 
 
-# ---------------------------------------------------------------- what you would write on one machine
+# What you would write on one machine.
 
 
 def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tensor]:
@@ -36,7 +36,7 @@ def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch
     return optim.apply_updates(params, updates), opt_state, loss
 
 
-# ---------------------------------------------------------------- ZeRO-2: what each rank runs
+# ZeRO-2: what each rank runs.
 
 
 def zero2(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, torch.Tensor]:

@@ -40,7 +40,7 @@ from tests.mutants.changes import (
     swapped,
 )
 from tests.mutants.mutant import LAWS, Fault, File
-from tests.mutants.patterns import Found, matched, parsed
+from tests.mutants.patterns import Match, matched, parsed
 
 ROOT = pathlib.Path(fzero.__file__).parent
 
@@ -202,7 +202,7 @@ def test_a_row_of_a_fault_with_a_wrong_pattern_is_refused(wrong):
     ],
 )
 def test_a_pattern_fits_syntax_and_not_text(pattern, text, fits):
-    assert (matched(parsed(pattern), parsed(text), Found({})) is not None) == fits
+    assert (matched(parsed(pattern), parsed(text), Match({})) is not None) == fits
 
 
 def test_a_table_is_of_files_with_tests_for_each_row():

@@ -31,8 +31,6 @@ def notes_of(action: Callable[[], Any], error: type[Exception]) -> str:
     return "\n".join(getattr(caught.value, "__notes__", ()))
 
 
-# ---------------------------------------------------------------- boxes
-
 WITH_GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "a write": lambda params, grads: params["w"].add_(grads["w"], alpha=-0.1),
     "an update by hand": lambda params, grads: params["w"] - 0.1 * grads["w"],
@@ -70,9 +68,6 @@ def test_the_functions_that_the_error_names_compute_on_boxes():
         torch.testing.assert_close(step.gather(params)["w"], PARAMS["w"] - 0.1 * grads["w"])
 
 
-# ---------------------------------------------------------------- donated tensors
-
-
 def test_a_tensor_that_init_took_names_inits_results():
     params = tree.map(torch.clone, PARAMS)
     step_of(0).init(params, OPT, donate=True)
@@ -94,9 +89,6 @@ def test_a_tensor_that_a_jitted_step_took_names_the_steps_results():
     message = str(caught.value)
     assert "as params, opt_state, loss = step(params, opt_state, batch); or copy" in message
     assert "or jit with donate=()" in message and "step.init" not in message
-
-
-# ---------------------------------------------------------------- states
 
 
 @pytest.mark.parametrize("stage", cases((2, 3), range(4)))
@@ -161,9 +153,6 @@ def test_a_difference_in_sharding_says_how_gradients_are_reduced_only_if_nothing
         assert ("gradients reduced" in str(caught.value)) == is_said
 
 
-# ---------------------------------------------------------------- results
-
-
 def test_parameters_that_differ_by_rank_have_gradients_that_were_not_averaged():
     def train_step(params: Any, opt_state: Any, x: Any) -> Any:
         updates, opt_state = OPT.update(torch.func.grad(loss_of)(params, x), opt_state, params)
@@ -181,7 +170,7 @@ def test_a_metric_that_differs_by_rank_is_not_taken_for_a_parameter():
     assert "averaged" not in notes
 
 
-# ---------------------------------------------------------------- arguments of init
+# Arguments of init.
 
 MODEL = torch.nn.Linear(300, 4)
 ROUGH = {"w": numpy.ones((300, 4))}

@@ -32,7 +32,7 @@ def batches_of(steps: int = 3, size: int = 12) -> list[torch.Tensor]:
 GOOD = train_step_for(loss_of, OPT)
 
 
-# ---------------------------------------------------------------- assert_equivalent: what is right
+# Assert_equivalent: what is right.
 
 
 def test_a_good_step_passes_at_every_stage_and_world_size():
@@ -127,7 +127,7 @@ def test_assert_equivalent_refuses_a_batch_that_does_not_divide():
         assert_equivalent(GOOD, PARAMS, OPT, batches_of(size=7))
 
 
-# ---------------------------------------------------------------- assert_equivalent: what is wrong
+# Assert_equivalent: what is wrong.
 
 
 def summed(params: Any, x: torch.Tensor) -> Any:
@@ -241,8 +241,6 @@ def test_a_result_that_differs_by_rank_is_an_error():
         assert_equivalent(train_step, PARAMS, OPT, batches_of())
 
 
-# ---------------------------------------------------------------- assert_trees_close
-
 X = torch.tensor([1.0, 2.0])
 DIFFERENT = {
     "value": ({"a": X + 1e-3}, {"a": X}, r"what leaf 'a'"),
@@ -286,9 +284,6 @@ def test_trees_with_equal_infinities_and_nans_are_close(value):
     assert_trees_close({"a": X * value}, {"a": X * value})
     mixed = torch.tensor([1.0, value])
     assert_trees_close({"a": mixed}, {"a": mixed + torch.tensor([1e-9, 0.0])})
-
-
-# ---------------------------------------------------------------- is_exact_on_shards
 
 
 class Pair(NamedTuple):
@@ -356,9 +351,6 @@ def test_an_optimizer_that_is_not_exact_on_shards_trains_wrongly_there(name):
     assert_equivalent(step, PARAMS, opt, batches_of(), stages=(0,))
     with pytest.raises(AssertionError, match="stage=3"):
         assert_equivalent(step, PARAMS, opt, batches_of(), stages=(3,), world_sizes=(2,))
-
-
-# ---------------------------------------------------------------- strategies
 
 
 def is_drawn(strategy: Any, what: Callable[[Any], bool]) -> bool:

@@ -89,11 +89,11 @@ def kernels_of(event: Any, has_kernels: bool) -> Counter[str]:
 
     Where nothing notes kernels, as on a CPU, an operation of torch stands for its kernel.
     """
-    found: Counter[str] = Counter()
+    durations: Counter[str] = Counter()
     for kernel in event.kernels:
-        found[kernel.name] += kernel.duration
+        durations[kernel.name] += kernel.duration
     if not has_kernels and not event.name.startswith(MARK):
-        found[event.name] += event.self_cpu_time_total
+        durations[event.name] += event.self_cpu_time_total
     for child in event.cpu_children:
-        found.update(kernels_of(child, has_kernels))
-    return found
+        durations.update(kernels_of(child, has_kernels))
+    return durations

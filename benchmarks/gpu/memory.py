@@ -33,13 +33,13 @@ TOY = {
 
 def cases(setting: Setting) -> list[Case]:
     """List the steps: BERT-large in the default backend, and ViT-g, which has more layers, in "fx"."""
-    found = []
+    cases = []
     for model, backend in (("bert-large", setting.backend), ("vit-g", "fx")):
         for stage in (3, 2, 1, 0):
             run = _sharded(model, stage, backend, setting)
             name = f"{model}, stage {stage}, {backend}"
-            found.append(Case(name, run, is_check=True, compiles=backend == "inductor"))
-    return found
+            cases.append(Case(name, run, is_check=True, compiles=backend == "inductor"))
+    return cases
 
 
 def _sharded(model: str, stage: int, backend: Any, setting: Setting) -> Callable[[], list[Values]]:

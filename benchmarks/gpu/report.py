@@ -74,7 +74,7 @@ def text_of(outcome: Outcome, command: str, picture: str, notes: Sequence[str]) 
 
 def tables(results: Sequence[Result]) -> list[str]:
     """Return a table for each set of columns; errors and what was left out stand in the last column of the first."""
-    found: list[str] = []
+    parts: list[str] = []
     groups: dict[tuple[str, ...], list[Result]] = {}
     for r in results:
         titles = tuple(dict.fromkeys(key for row in r.rows for key in row))
@@ -83,8 +83,8 @@ def tables(results: Sequence[Result]) -> list[str]:
     merged = merge(groups)
     for i, (titles, group) in enumerate(merged or [((), [])]):
         rows = [r for r in results if r in group or (i == 0 and r in without)]
-        found.append(table(["case", *titles, "outcome"], [line for r in rows for line in lines_of(r, titles)]))
-    return found
+        parts.append(table(["case", *titles, "outcome"], [line for r in rows for line in lines_of(r, titles)]))
+    return parts
 
 
 def merge(groups: dict[tuple[str, ...], list[Result]]) -> list[tuple[tuple[str, ...], list[Result]]]:
@@ -118,7 +118,7 @@ def shown(value: Any) -> str:
 def verdicts(results: Sequence[Result]) -> list[list[str]]:
     """Judge what several rows say together."""
     rows = {(r.part, r.case): r.rows[0] for r in results if len(r.rows) == 1}
-    found = []
+    parts = []
     for model in ("bert-large", "vit-g"):
         steps = {
             int(c.split("stage ")[1][0]): row
@@ -128,15 +128,15 @@ def verdicts(results: Sequence[Result]) -> list[list[str]]:
         peaks = [steps[stage]["requested MB"] for stage in sorted(steps)]
         if len(peaks) > 1:
             is_good = peaks == sorted(peaks, reverse=True)
-            found.append([f"{model}: the peak falls with the stage, MB", " ≥ ".join(map(shown, peaks)), word(is_good)])
+            parts.append([f"{model}: the peak falls with the stage, MB", " ≥ ".join(map(shown, peaks)), word(is_good)])
         for stage, row in steps.items():
             if "published MB" in row:
                 limit = PUBLISHED[model, stage]
                 text = f"{row['allocated MB']:,.0f} beside {limit:,}"
-                found.append(
+                parts.append(
                     [f"{model}, stage {stage}: below DeepSpeed's, MB", text, word(row["allocated MB"] <= limit)]
                 )
-    found += [
+    parts += [
         v
         for ours, peer in (
             ("fzero-3", "FSDP2-3-reshard"),
@@ -150,21 +150,21 @@ def verdicts(results: Sequence[Result]) -> list[list[str]]:
     if full and none:
         times = {row["ratio"]: row["ms a step"] for (p, c), row in rows.items() if p == "offload" and "," not in c}
         text = ", ".join([f"{ratio:g}: {full['ms a step'] / ms:.2f}" for ratio, ms in sorted(times.items())])
-        found.append(["times as fast as with all state on the host, by ratio", text, ""])
-    return found
+        parts.append(["times as fast as with all state on the host, by ratio", text, ""])
+    return parts
 
 
 def ratios(rows: dict[tuple[str, str], Values], ours: str, peer: str) -> list[list[str]]:
     """Compare fzero's default backend with a peer's best row: time, and memory on a GPU."""
     mine = [row for (p, c), row in rows.items() if p == "peers" and c in (f"{ours}-inductor", f"{ours}-fx")][:1]
     theirs = [row for (p, c), row in rows.items() if p == "peers" and c.startswith(peer)]
-    found = []
+    parts = []
     for what, title in (("ms a step", "time"), ("allocated MB", "peak")):
         values = [row[what] for row in theirs if what in row]
         if mine and values and what in mine[0]:
             ratio = mine[0][what] / min(values)
-            found.append([f"{title}: {ours} / {peer}", f"{ratio:.2f}", word(ratio <= 1.0)])
-    return found
+            parts.append([f"{title}: {ours} / {peer}", f"{ratio:.2f}", word(ratio <= 1.0)])
+    return parts
 
 
 def word(is_good: bool) -> str:

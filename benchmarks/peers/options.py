@@ -27,5 +27,5 @@ def chosen(prefixes: list[str], eager_peers: bool) -> list[System]:
     for prefix in prefixes:
         if not any(key.startswith(prefix) for key in SYSTEMS):
             raise SystemExit(f"--systems {prefix}: no row begins so; there are {', '.join(SYSTEMS)}")
-    found = [s for key, s in SYSTEMS.items() if key.startswith(tuple(prefixes))]
-    return [s for s in found if not (eager_peers and s.variant.endswith("-compile"))]
+    systems = [s for key, s in SYSTEMS.items() if key.startswith(tuple(prefixes))]
+    return [s for s in systems if not (eager_peers and s.variant.endswith("-compile"))]

@@ -133,7 +133,7 @@ def check_losses(rows: Iterable[Row]) -> None:
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     """Compare the jitted step (Inductor) with the best that each peer offers: each goal, on each model."""
-    found = []
+    verdicts = []
     for g in groups(rows):
 
         def ours(what: Callable[[Row], float], stage: int, g: Group = g) -> float:
@@ -162,14 +162,14 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
             goals.insert(1, ("above state: stage 3 / FSDP2", above, 3, fsdp3, 0.65))
         for name, f, i, peer, limit in goals:
             spread = _spread(g.fastest("fzero", i, "inductor"), g.fastest(*peer)) if f is seconds else None
-            found.append(Verdict(g.name, name, ours(f, i) / g.best(f, *peer), limit, spread))
+            verdicts.append(Verdict(g.name, name, ours(f, i) / g.best(f, *peer), limit, spread))
         for stage in (1, 2, 3):
             ratio = ours(peak, stage) / ours(peak, stage - 1)
-            found.append(Verdict(g.name, f"peak: stage {stage} / stage {stage - 1}", ratio, 1.0))
+            verdicts.append(Verdict(g.name, f"peak: stage {stage} / stage {stage - 1}", ratio, 1.0))
         rows = [g.fastest("fzero", i, "inductor") for i in (2, 1)]
         ratio = ours(seconds, 2) / ours(seconds, 1)
-        found.append(Verdict(g.name, "time: stage 2 / stage 1", ratio, 1.05, _spread(*rows)))
-    return [v for v in found if not math.isnan(v.ratio)]
+        verdicts.append(Verdict(g.name, "time: stage 2 / stage 1", ratio, 1.05, _spread(*rows)))
+    return [v for v in verdicts if not math.isnan(v.ratio)]
 
 
 def _spread(ours: Row | None, theirs: Row | None) -> tuple[float, float] | None:

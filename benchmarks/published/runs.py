@@ -70,12 +70,12 @@ class Run:
 
 def runs() -> tuple[list[Run], list[str]]:
     """Return the runs that fzero can say, and the lines on those that it cannot."""
-    found, left = [], []
+    runs, left = [], []
     for read in (_llm_foundry, _torchtitan, _deepspeed):
         some, others = read()
-        found += some
+        runs += some
         left += others
-    return found, [*left, *[f"llama 3's own {r['gpus']} GPUs: {_LLAMA}" for r in rows_of("llama3_paper")]]
+    return runs, [*left, *[f"llama 3's own {r['gpus']} GPUs: {_LLAMA}" for r in rows_of("llama3_paper")]]
 
 
 _LLAMA = "in benchmarks/published/parallel.md"

@@ -192,7 +192,7 @@ class SharedMemory(LocalFolder):
         if int(size):
             os.rename(self._at(f".{name}.tmp"), self._at(name))
 
-    # ------------------------------------------------------------ finding files after a restart
+    # Finding files after a restart.
 
     def newest(self, steps: Sequence[int], name: Any) -> int | None:
         """Return the newest step whose files are all on some host. All ranks call it.

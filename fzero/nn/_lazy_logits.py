@@ -52,7 +52,7 @@ class _LazyLogits:
     dtype: torch.dtype
     maps: tuple[LogitMap, ...] = ()
 
-    # ---- attributes of a tensor
+    # Attributes of a tensor.
 
     @property
     def shape(self) -> torch.Size:
@@ -81,7 +81,7 @@ class _LazyLogits:
     def is_floating_point(self) -> bool:
         return True
 
-    # ---- operations that change no number
+    # Operations that change no number.
 
     def contiguous(self) -> "_LazyLogits":
         return self
@@ -98,7 +98,7 @@ class _LazyLogits:
             return self
         raise self._error(f"to({place})")
 
-    # ---- operations that move tokens
+    # Operations that move tokens.
 
     def view(self, *shape: Any) -> "_LazyLogits":
         """Give the tokens another shape; the last dimension must be that of the classes."""
@@ -128,7 +128,7 @@ class _LazyLogits:
             raise self._error(f"[{index}]")
         return replace(self, hidden=self.hidden[tuple(of_tokens)])
 
-    # ---- operations that change logits one by one
+    # Operations that change logits one by one.
 
     def _then(self, change: LogitMap) -> "_LazyLogits":
         return replace(self, maps=(*self.maps, change))
@@ -151,7 +151,7 @@ class _LazyLogits:
             return x
         raise self._error(f"{sign} {type(x).__name__}")
 
-    # ---- their loss, and all else
+    # Their loss, and all else.
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -71,7 +71,7 @@ class NonFiniteTracker:
         self.rank, self.size, self.collective_count = rank, size, collective_count
         self._regions: dict[int, list[_NonFiniteMemory]] = {}
 
-    # ------------------------------------------------------------ events
+    # Events.
 
     def before(self, operation: WatchedOperation) -> list[Edge]:
         """Return edges to the non-finite values that the operation may overwrite."""
@@ -115,7 +115,7 @@ class NonFiniteTracker:
             parents = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
             self.graph.results.append(NonFiniteResult(path, kind.nan, parents))
 
-    # ------------------------------------------------------------ operations
+    # Operations.
 
     def _record_results(
         self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
@@ -162,7 +162,7 @@ class NonFiniteTracker:
 
         return record_read
 
-    # ------------------------------------------------------------ memory
+    # Memory.
 
     def _remember(self, xs: Sequence[torch.Tensor], number: int) -> None:
         for x in xs:
@@ -208,7 +208,7 @@ class NonFiniteTracker:
             self._remember([x], numbers[0])
         return [Edge(n, kind.nan and self.graph.values[n].nan) for n in numbers]
 
-    # ------------------------------------------------------------ origins
+    # Origins.
 
     def _record(self, nan: bool, parents: list[Edge], origin: ValueOrigin | None, collective: int | None = None) -> int:
         self.graph.values.append(NonFiniteValue(nan, parents, origin, collective))

@@ -81,7 +81,7 @@ class Strategy(Processes):
         self._is_zeroed = True  # whether `zero_grad` was called since the latest update
         self._shards = ""  # the folder of the checkpoint that was loaded
 
-    # ------------------------------------------------------------ the module, and the end
+    # The module, and the end.
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the module, and its optimizer if it is to be trained."""
@@ -152,7 +152,7 @@ class Strategy(Processes):
         super().teardown()
         self._lightning_module = module
 
-    # ------------------------------------------------------------ steps
+    # Steps.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, and compute its gradients."""
@@ -238,7 +238,7 @@ class Strategy(Processes):
         module: Any = self.lightning_module
         return module.trainer
 
-    # ------------------------------------------------------------ checkpoints
+    # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return all weights on the first rank, and nothing on others. All ranks call it."""

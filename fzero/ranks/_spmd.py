@@ -101,7 +101,7 @@ class Spmd:
         out = self._call(axes, joint, call)
         return tree.map(lambda x: x, out)  # rebuilds boxes without their origin, which is valid within one step
 
-    # ------------------------------------------------------------ one vmap per axis
+    # One vmap per axis.
 
     def _by_vmap(self, call: Any) -> Any:
         """Run all ranks as batch dimensions: vmap each axis's token, and each argument that differs along the axis."""
@@ -143,7 +143,7 @@ class Spmd:
             out.append(y.flatten(0, len(a) - 1) if len(a) > 1 else y)
         return tree.unflatten(out_structure, out)
 
-    # ------------------------------------------------------------ threads
+    # Threads.
 
     def _in_lockstep(self, call: Any) -> Any:
         if in_transform():

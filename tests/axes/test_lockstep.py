@@ -230,9 +230,6 @@ print("sum", fzero.mesh(dp=3, simulate="lockstep").spmd(program)(torch.ones(()))
     assert "('mine', 1)" in done.stdout and "('x', 3.0)" in done.stdout and "sum 9.0" in done.stdout, done
 
 
-# ---------------------------------------------------------------- ranks that do not meet
-
-
 def test_results_that_differ_are_compared():
     mesh = lockstep(dp=3)
     x = mesh.local(torch.tensor([1.0, 1.0, 2.0]))

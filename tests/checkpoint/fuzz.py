@@ -430,7 +430,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.folder: str | None = None
-        self.found: list[str] = []
+        self.outside: list[str] = []
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: Any) -> None:
@@ -441,7 +441,7 @@ class Watch:
             return
         real = os.path.realpath(os.fsdecode(path))  # a device is opened to see that it is one
         if not real.startswith(self.folder) and real != "/dev/zero":
-            self.found.append(f"{event} {path!r}")
+            self.outside.append(f"{event} {path!r}")
 
 
 def is_same(actual: Any, expected: Any) -> bool:
@@ -471,7 +471,7 @@ def mutated(r: random.Random, form: Format, folders: list[Folder]) -> Folder:
 
 def outcome(r: random.Random, form: Format, path: Path, watch: Watch, names: list[str]) -> str:
     """Read a folder; return what came of it."""
-    start, used, watch.found = time.monotonic(), time.process_time(), []
+    start, used, watch.outside = time.monotonic(), time.process_time(), []
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     watch.folder = os.path.realpath(path)
     signal.setitimer(signal.ITIMER_REAL, HANG)
@@ -488,8 +488,8 @@ def outcome(r: random.Random, form: Format, path: Path, watch: Watch, names: lis
         return "BAD: it hangs"
     if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 > MEMORY // 4:
         return "BAD: it takes memory"
-    if watch.found:
-        return f"BAD: outside of the folder: {watch.found[0]}"
+    if watch.outside:
+        return f"BAD: outside of the folder: {watch.outside[0]}"
     if isinstance(error, fzero.errors.CheckpointError):
         text = str(error)
         if "MemoryError" in text:

@@ -81,8 +81,6 @@ class World:
         self.rounds: list[dict[int, torch.Tensor]] = []
         self.round_of = [0] * self.size
 
-    # ------------------------------------------------------------ whose turn it is
-
     def moment(self) -> None:
         """Die here, or let another rank go on; then return when it is this rank's turn again."""
         self.operations += 1
@@ -142,8 +140,6 @@ class World:
         for host in self.lost:
             shutil.rmtree(memory / "fzero" / host, ignore_errors=True)
         return [host for host in self.hosts if host not in self.lost]
-
-    # ------------------------------------------------------------ what ranks say to one another
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:

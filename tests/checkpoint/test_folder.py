@@ -144,7 +144,7 @@ def test_the_next_save_removes_temporary_files_of_killed_saves(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000001", "step-00000004", "step-00000009"]
 
 
-# ---------------------------------------------------------------- in the background
+# In the background.
 
 
 def test_a_save_holds_the_values_at_the_call(tmp_path, monkeypatch):
@@ -273,9 +273,6 @@ print("committed")
 """
     done = world(2, "-c", script)
     assert done.returncode == 0 and done.stdout.count("committed") == 2, done.stderr[-2000:]
-
-
-# ---------------------------------------------------------------- what is wrong
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])

@@ -139,7 +139,7 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
         assert sum(numel for _, _, numel in headers) == sum(heads.values())
 
 
-# ---------------------------------------------------------------- names and ties
+# Names and ties.
 
 
 def test_tied_leaves_are_stored_once_and_load_from_either_name(tmp_path):
@@ -233,7 +233,7 @@ def _one(path: Path) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- an earlier model in the folder
+# An earlier model in the folder.
 
 
 WRITES = {"one": 1 << 30, "two": 8, "three": 4}  # the bytes of a file: so many files of 3 leaves of 4 bytes
@@ -308,9 +308,6 @@ def test_a_write_that_fails_leaves_the_old_model_and_no_file_of_its_own(tmp_path
     with pytest.raises(fzero.errors.CheckpointError, match=r"the save needs \d+ bytes, and its disk has 100 free"):
         fzero.checkpoint.hf.write(tmp_path, model(2.0))
     assert folder_of(tmp_path) == before
-
-
-# ---------------------------------------------------------------- damage
 
 
 LEAVES = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4), "c": torch.ones(3, dtype=torch.bfloat16)}
@@ -450,9 +447,6 @@ def test_an_index_that_contradicts_its_files_is_refused(several, tmp_path):
         (path / INDEX).write_text(json.dumps(body))
         with pytest.raises(fzero.errors.CheckpointError, match=f"{INDEX} is damaged"):
             read_leaves(path)
-
-
-# ---------------------------------------------------------------- transformers
 
 
 def test_a_model_comes_from_transformers_and_goes_back(tmp_path):

@@ -132,8 +132,6 @@ def test_wrong_arguments_of_data_functions_are_refused(call, error, text):
         call(fzero.mesh(dp=2))
 
 
-# ---------------------------------------------------------------- evaluation
-
 W = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
 
 

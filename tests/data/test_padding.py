@@ -102,8 +102,6 @@ def test_evaluation_batches_are_padded():
     assert got == [(sizes[0] + sizes[1], 2), (sizes[2] + sizes[3], 2), (2 * sizes[4], 1)]
 
 
-# ---------------------------------------------------------------- in training
-
 EMBED = {
     "table": torch.linspace(-1, 1, 9 * 4, dtype=torch.float64).view(9, 4),
     "head": torch.linspace(1, -1, 36, dtype=torch.float64).view(4, 9),
@@ -152,9 +150,6 @@ def test_padding_changes_no_loss_and_no_gradient(stage):
         assert_trees_close(loss, expected)
     assert_trees_close(step.gather(params), whole)
     assert jitted.traces <= 2
-
-
-# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,6 @@ def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
     assert_trees_close(actual["params"], expected, 1e-9)
 
 
-# ---------------------------------------------------------------- the harness itself
-
-
 def test_a_failing_case_on_processes_fails_its_test():
     """An error on one rank ends the run with an error, and is shown with its rank."""
     done = world(2, "-m", cases.__name__, "broken")

@@ -122,9 +122,6 @@ class Builder:
         return self.graph
 
 
-# ---------------------------------------------------------------- random graphs
-
-
 class Spec(NamedTuple):
     n: int
     shapes: tuple[tuple[int, ...], ...]
@@ -264,7 +261,7 @@ def specs(draw: Any, local: bool = False) -> Spec:
     return Spec(n, shapes, steps, results, donate, donated)
 
 
-# ---------------------------------------------------------------- steps of training
+# Steps of training.
 
 
 class Chain(NamedTuple):
@@ -379,9 +376,6 @@ def samples(draw: Any) -> Callable[..., Sample]:
         return lambda rename=False: build(spec, rename)
     chain = draw(chains())
     return lambda rename=False: build_chain(chain, rename)
-
-
-# ---------------------------------------------------------------- running
 
 
 class World:

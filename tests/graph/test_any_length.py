@@ -181,9 +181,6 @@ def test_dynamic_false_and_a_budget_trace_each_length():
         assert run.traces == 5
 
 
-# ---------------------------------------------------------------- steps
-
-
 def steps(n: int, stage: int, k: int, backend: str, **options: Any) -> tuple[Any, Any]:
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     step = fzero.shard(train_step_for(tokens_loss, opt, micro_batches=k), stage, fzero.mesh(dp=n))  # pyright: ignore

@@ -52,7 +52,7 @@ def as_it_is(code: Code) -> Any:
     return lambda args: GraphModule({}, code.graph).forward(*args)
 
 
-# ---------------------------------------------------------------- by several processes
+# By several processes.
 
 
 def test_no_two_processes_compile_one_segment_and_each_gets_all():
@@ -155,9 +155,6 @@ def test_a_graph_is_the_same_in_another_process():
         ]
 
 
-# ---------------------------------------------------------------- workers
-
-
 @pytest.fixture
 def other_settings():
     """All that tells apart what is compiled, beside the code."""
@@ -219,9 +216,6 @@ def test_no_worker_is_started_in_vain(monkeypatch):
     assert _spare_cores() == 1
     monkeypatch.setattr(_workers, "pickle_graphs", lambda graphs: 1 / 0)  # what cannot be pickled
     assert _workers.start(codes(1), 2) == Workers()
-
-
-# ---------------------------------------------------------------- steps meanwhile
 
 
 class Pretended:
@@ -391,9 +385,6 @@ def test_segments_that_workers_left_are_compiled_in_this_process(monkeypatch):
     step, jitted = both()
     trained(step, jitted, range(2))
     assert runs_of(jitted).runs.fast is not None
-
-
-# ---------------------------------------------------------------- a bar
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -27,8 +27,6 @@ from fzero.graph.planning._live_ranges import device_live_bytes, live_bytes, liv
 from tests.graph.graphs import Chain, build_chain, chains, lines
 from tests.helpers import cases, either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
-# ---------------------------------------------------------------- order
-
 
 def test_the_list_of_passes_has_every_pass_once():
     assert [row.apply for row in PASSES].count(schedule) == 1
@@ -196,9 +194,6 @@ def test_a_fitting_schedule_prefetches_within_the_peak_of_the_leanest(chain):
     fitting = [c for c in result if c.pass_settings.prefetch == FITTING]
     assert fitting and {c.pass_settings.prefetch_budget for c in fitting} == {room}
     assert min(c.peak_bytes for c in fitting if c.pass_settings.in_flight == 0) <= room
-
-
-# ---------------------------------------------------------------- dump
 
 
 def sharded(stage: int = 3, n: int = 2) -> tuple[Any, tuple[Any, ...]]:

@@ -52,8 +52,6 @@ def planned(
     return plan_of(entry(model, stage, k, world_size, backend), **options)
 
 
-# ---------------------------------------------------------------- memory
-
 BACKENDS = ("fx", "inductor")
 
 
@@ -123,9 +121,6 @@ def test_the_plans_peak_is_the_allocators(stage):
     assert_peak_is_the_allocators(step, state, tokens, 0.02)
 
 
-# ---------------------------------------------------------------- choice
-
-
 @pytest.mark.parametrize("model", BOTH)
 def test_a_budget_buys_speed_and_a_small_one_warns(model):
     sparing = planned(model, 3)
@@ -165,9 +160,6 @@ def test_a_plan_obeys_the_schedule_options():
     }
     assert plan.rejected == ()
     assert any(" + " in c.unit for c in plan.collectives)
-
-
-# ---------------------------------------------------------------- what a plan tells
 
 
 @pytest.mark.slow

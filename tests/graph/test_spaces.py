@@ -47,8 +47,6 @@ def elements(world_size: int = 2) -> int:
     return sum([-(-x.numel() // world_size) for x in tree.tensors(params_of())])
 
 
-# ---------------------------------------------------------------- plans
-
 ROWS_AND_UPDATES = [
     ("masters", "host"),
     ("clip before", "host"),
@@ -126,9 +124,6 @@ def test_a_plan_lists_transfers_and_the_live_bytes_of_each_memory():
             plan.live_in(space)
 
 
-# ---------------------------------------------------------------- mixed operations
-
-
 def test_an_operation_on_both_memories_is_refused_with_its_line():
     def f(x: torch.Tensor) -> torch.Tensor:
         y = to_host(x)
@@ -186,9 +181,6 @@ def test_an_optimizer_that_hides_a_norm_is_found_by_its_line(clip_first):
         fzero.jit(step, backend="fx").plan(*args)
 
 
-# ---------------------------------------------------------------- graphs
-
-
 @st.composite
 def graphs(draw: Any) -> Graph:
     """A graph of additions and moves over arguments of both memories; some of its additions are mixed."""
@@ -233,9 +225,6 @@ def test_spaces_follow_moves_and_a_mixed_operation_is_always_found(graph):
     else:
         check_spaces(graph)
         assert on_host(graph.nodes) == {n for n, space in memory.items() if space == "host"}
-
-
-# ---------------------------------------------------------------- donation
 
 
 def addresses(values: Any) -> dict[str, set[int]]:

@@ -92,8 +92,6 @@ def loss_of(output: Any, batch: Batch) -> torch.Tensor:
     return loss if routing is None else loss + 0.1 * routing
 
 
-# ---------------------------------------------------------------- transformers
-
 DROPOUTS = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "dropout", "attention_dropout", "hidden_dropout"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "attn_dropout", "embd_dropout"),
@@ -157,9 +155,6 @@ def qwen2_moe(experts: str) -> Any:
     return pretrained(AutoModelForCausalLM, "qwen2_moe", experts=experts, **CAUSAL, **sizes, **inner)
 
 
-# ---------------------------------------------------------------- torch's own
-
-
 class Lstm(nn.Module):
     """A language model; its first state is LSTM's own zeros, or zeros made from the input."""
 
@@ -189,8 +184,6 @@ class Encoder(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.encoder(self.embed(input_ids)))
 
-
-# ---------------------------------------------------------------- the table
 
 # Why vmap cannot: the eager experts loop over those that some token chose, which Python must read; LSTM adds what
 # differs by rank to the projection of its first state, which does not, in place.
@@ -226,8 +219,6 @@ MODELS |= {
     "encoder, dropout": Model(lambda _: Encoder(0.1), per_rank="dropout"),
 }
 
-
-# ---------------------------------------------------------------- more of them, for `make test-all`
 
 SEQ2SEQ, PICTURES = ("input_ids", "decoder_input_ids"), ("pixel_values",)
 LAYERS = {"hidden_size": 16, "vocab_size": VOCAB, "use_cache": False, "pad_token_id": None}

@@ -77,9 +77,6 @@ def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
     assert not torch.equal(first.losses[0], losses[0]) and torch.allclose(first.losses[0], losses[0], rtol=0.1)
 
 
-# ---------------------------------------------------------------- modes
-
-
 @pytest.mark.parametrize("name,stage", runs(lambda m: m.per_rank in ("dropout", "statistics"), (1, 3)))
 def test_in_evaluation_mode_a_model_draws_no_random_numbers_and_writes_no_buffers(name, stage):
     batches, before = MODELS[name].batches(), dict(built(name).named_buffers())
@@ -109,7 +106,7 @@ def test_training_keeps_the_mode_of_each_module(stage):
     assert [m.training for m in module.modules()] == modes and len(set(modes)) == 2
 
 
-# ---------------------------------------------------------------- what no simulation runs, nor real ranks
+# What no simulation runs, nor real ranks.
 
 
 @pytest.mark.parametrize("mesh", [LOCKSTEP, VMAP], ids=["lockstep", "vmap"])

@@ -129,16 +129,16 @@ def without_faults(mutants: list[Mutant]) -> list[Mutant]:
     return [*{m.tests: m._replace(name=f"no fault: {' '.join(m.tests)}", changes=()) for m in mutants}.values()]
 
 
-def with_failing_tests(mutants: list[Mutant], found: list[Verdict]) -> list[Verdict]:
+def with_failing_tests(mutants: list[Mutant], results: list[Verdict]) -> list[Verdict]:
     """Tell which faults have tests that fail without the fault, from the verdicts of `without_faults`."""
-    failing = {v.mutant.tests: v.by for v in found if not v.by.startswith("exit code 0")}
+    failing = {v.mutant.tests: v.by for v in results if not v.by.startswith("exit code 0")}
     why = "the tests fail without the fault: {}"
     return [Verdict(m, NOT_APPLICABLE, why.format(failing[m.tests])) for m in mutants if m.tests in failing]
 
 
-def with_slow_tests(found: list[Verdict], project: pathlib.Path) -> Iterator[Verdict]:
+def with_slow_tests(results: list[Verdict], project: pathlib.Path) -> Iterator[Verdict]:
     """Run the tests of `make test-all` for the faults that survived those of `make test`; yield those killed now."""
-    survivors = [v.mutant for v in found if v.outcome == SURVIVED and "-m" not in v.mutant.tests]
+    survivors = [v.mutant for v in results if v.outcome == SURVIVED and "-m" not in v.mutant.tests]
     mutants = [m._replace(tests=(*m.tests, "-m", "slow or not slow")) for m in survivors]
     passing = {v.mutant.tests for v in verdicts(without_faults(mutants), project) if v.by.startswith("exit code 0")}
     for v in verdicts([m for m in mutants if m.tests in passing], project):
@@ -156,27 +156,27 @@ def chosen(names: list[str]) -> list[Mutant]:
 
 def not_applicable(mutants: list[Mutant], project: pathlib.Path) -> list[Verdict]:
     """Tell which faults have no place in the project any more."""
-    found = []
+    results = []
     for mutant in mutants:
         try:
             mutant.planted((project / "fzero" / mutant.file).read_text())
         except (LookupError, FileNotFoundError) as error:
-            found.append(Verdict(mutant, NOT_APPLICABLE, str(error.args[0] if len(error.args) == 1 else error)))
-    return found
+            results.append(Verdict(mutant, NOT_APPLICABLE, str(error.args[0] if len(error.args) == 1 else error)))
+    return results
 
 
-def table(found: list[Verdict]) -> Table:
+def table(results: list[Verdict]) -> Table:
     """Show what became of each fault."""
     shown = Table("fault", "outcome", "by")
-    for v in found:
+    for v in results:
         shown.add_row(v.mutant.name, v.outcome if v.outcome == KILLED else f"[red]{v.outcome}", escape(v.by))
     return shown
 
 
-def summary(found: list[Verdict]) -> str:
+def summary(results: list[Verdict]) -> str:
     """Count the outcomes in one line."""
-    count = Counter(v.outcome for v in found)
-    return f"{len(found)} faults: " + ", ".join(f"{count[x]} {x}" for x in (KILLED, SURVIVED, NOT_APPLICABLE))
+    count = Counter(v.outcome for v in results)
+    return f"{len(results)} faults: " + ", ".join(f"{count[x]} {x}" for x in (KILLED, SURVIVED, NOT_APPLICABLE))
 
 
 def main() -> None:
@@ -189,19 +189,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         project = pathlib.Path(folder)
         copy(ROOT, project)  # as it is now, whatever is edited meanwhile
-        found = not_applicable(mutants, project)
-        rest = [m for m in mutants if m not in [v.mutant for v in found]]
-        found += with_failing_tests(rest, [*verdicts(without_faults(rest), project)])
-        rest = [m for m in mutants if m not in [v.mutant for v in found]]
+        results = not_applicable(mutants, project)
+        rest = [m for m in mutants if m not in [v.mutant for v in results]]
+        results += with_failing_tests(rest, [*verdicts(without_faults(rest), project)])
+        rest = [m for m in mutants if m not in [v.mutant for v in results]]
         for i, v in enumerate(verdicts(rest, project), 1):
             outcome = v.outcome if v.outcome == KILLED else v.outcome.upper()
             console.print(f"{i:>4} {outcome:<8} {v.mutant.name}", highlight=False, markup=False)
-            found.append(v)
-        killed = {v.mutant.name: v for v in with_slow_tests(found, project)}
-        found = [killed.get(v.mutant.name, v)._replace(mutant=v.mutant) for v in found]
-    console.print(table(sorted(found, key=lambda v: mutants.index(v.mutant))))
-    console.print(summary(found))
-    sys.exit(any(v.outcome != KILLED for v in found))
+            results.append(v)
+        killed = {v.mutant.name: v for v in with_slow_tests(results, project)}
+        results = [killed.get(v.mutant.name, v)._replace(mutant=v.mutant) for v in results]
+    console.print(table(sorted(results, key=lambda v: mutants.index(v.mutant))))
+    console.print(summary(results))
+    sys.exit(any(v.outcome != KILLED for v in results))
 
 
 if __name__ == "__main__":

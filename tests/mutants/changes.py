@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tests.mutants.patterns import Found, filled, is_letter, letters, matched, parsed
+from tests.mutants.patterns import Match, filled, is_letter, letters, matched, parsed
 from tests.mutants.places import Edit, Place, Scope, applied, edit, known, names_bound, places
 
 OPERATORS: dict[str, type[ast.AST]] = {
@@ -46,7 +46,7 @@ class Change(NamedTuple):
     words: str
     is_one: Callable[[Place], bool]
     old: tuple[ast.AST, ...]
-    new: Callable[[Place, Found], list[ast.AST]]
+    new: Callable[[Place, Match], list[ast.AST]]
     at: str = ""
     symbol: str | None = None
     uses: frozenset[str] = frozenset()  # the names in what is new
@@ -61,19 +61,19 @@ class Change(NamedTuple):
         among = places(text, where)
         if self.uses and (unknown := self.uses - known(text, among[0] if where else None)):
             raise LookupError(f"knows no {', '.join(sorted(unknown))} in {where!r}, which {self.words} uses")
-        return applied(text, [self.edit(text, *found) for found in self.chosen(among, where)])
+        return applied(text, [self.edit(text, *match) for match in self.chosen(among, where)])
 
-    def edit(self, text: str, place: Place, found: Found) -> Edit:
+    def edit(self, text: str, place: Place, match: Match) -> Edit:
         """Write one place anew."""
-        new, parent = self.new(place, found), place.above[-1]
+        new, parent = self.new(place, match), place.above[-1]
         if new or not (isinstance(parent, ast.BoolOp) and len(parent.values) == 2):
             return edit(text, place, new)
         (other,) = [value for value in parent.values if value is not place.node]
         return edit(text, _place_of(parent, place.above), [other])
 
-    def chosen(self, among: list[Place], where: str) -> list[tuple[Place, Found]]:
+    def chosen(self, among: list[Place], where: str) -> list[tuple[Place, Match]]:
         """Find the places to change."""
-        fits = [(place, found) for place in among if self.is_one(place) for found in self.found(place)]
+        fits = [(place, match) for place in among if self.is_one(place) for match in self.matches(place)]
         nth, _, count = self.at.partition(" of ")
         if fits and self.at == "all":
             return fits
@@ -81,16 +81,16 @@ class Change(NamedTuple):
             return [fits[int(nth or 1) - 1]]
         raise LookupError(f"has {len(fits)} places for {self.words} in {where!r}")
 
-    def found(self, place: Place) -> Iterator[Found]:
+    def matches(self, place: Place) -> Iterator[Match]:
         """Yield what the pattern's letters stand for at a place that it fits."""
         node, parent = place.node, place.above[-1]
         if self.is_one in (_is_part, _is_entry) and isinstance(parent, ast.Dict) and place.index is not None:
             node = ast.Dict([parent.keys[place.index]], [parent.values[place.index]])
         if not self.old:
-            yield Found({})
+            yield Match({})
         for old in self.old:
-            if (found := matched(old, node, Found({}))) is not None:
-                yield found
+            if (match := matched(old, node, Match({}))) is not None:
+                yield match
                 return
 
 
@@ -117,7 +117,7 @@ def never(condition: str, at: str = "") -> Change:
 def negated(condition: str, at: str = "") -> Change:
     """Let a condition hold where it does not."""
 
-    def made(place: Place, _: Found) -> list[ast.AST]:
+    def made(place: Place, _: Match) -> list[ast.AST]:
         assert isinstance(place.node, ast.expr)
         return [ast.UnaryOp(ast.Not(), place.node)]
 
@@ -140,7 +140,7 @@ def before(statement: str, new: str, at: str = "") -> Change:
     made = _made(new, expression=False)
     words = f"before({statement!r}, {new!r})"
     old = (_statement(statement),)
-    return Change(words, _is_statement, old, lambda p, found: [*made(p, found), p.node], at, uses=_used(new))
+    return Change(words, _is_statement, old, lambda p, match: [*made(p, match), p.node], at, uses=_used(new))
 
 
 def after(statement: str, new: str, at: str = "") -> Change:
@@ -148,7 +148,7 @@ def after(statement: str, new: str, at: str = "") -> Change:
     made = _made(new, expression=False)
     words = f"after({statement!r}, {new!r})"
     old = (_statement(statement),)
-    return Change(words, _is_statement, old, lambda p, found: [p.node, *made(p, found)], at, uses=_used(new))
+    return Change(words, _is_statement, old, lambda p, match: [p.node, *made(p, match)], at, uses=_used(new))
 
 
 def constant(old: object, new: object, at: str = "") -> Change:
@@ -188,7 +188,7 @@ def becomes(old: str, new: str, at: str = "") -> Change:
 def renamed(new: str) -> Change:
     """Give a function or a class another name."""
 
-    def made(place: Place, _: Found) -> list[ast.AST]:
+    def made(place: Place, _: Match) -> list[ast.AST]:
         node = copy.copy(place.node)
         assert isinstance(node, Scope)
         node.name = new
@@ -202,10 +202,10 @@ def elsewhere(symbol: str, change: Change) -> Change:
     return change._replace(symbol=symbol)
 
 
-def _made(template: str, expression: bool = True) -> Callable[[Place, Found], list[ast.AST]]:
+def _made(template: str, expression: bool = True) -> Callable[[Place, Match], list[ast.AST]]:
     """Return a function that fills a template with what was found."""
     body: list[ast.AST] = [parsed(template)] if expression else [*ast.parse(template).body]
-    return lambda place, found: [filled(node, found) for node in body]
+    return lambda place, match: [filled(node, match) for node in body]
 
 
 def _is_pair(text: str) -> bool:

@@ -15,7 +15,7 @@ SKIPPED = {"ctx", "kind", "type_comment", "type_ignores"}  # fields that say not
 Syntax = ast.AST | list | str | None
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """What the letters of a pattern stand for, and what its `...` do, in their order."""
 
     letters: dict[str, ast.AST | str]
@@ -41,33 +41,33 @@ def is_gap(pattern: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def matched(pattern: Syntax, node: Syntax, found: Found) -> Found | None:
+def matched(pattern: Syntax, node: Syntax, match: Match) -> Match | None:
     """Return what a pattern's letters stand for in a node, in addition to what was found; None if it does not fit."""
     if isinstance(pattern, ast.Name) and is_letter(pattern.id):
-        return _bound(pattern.id, node, found) if isinstance(node, ast.expr) else None
+        return _bound(pattern.id, node, match) if isinstance(node, ast.expr) else None
     if isinstance(pattern, list):
-        return _sequence(pattern, node, found) if isinstance(node, list) else None
+        return _sequence(pattern, node, match) if isinstance(node, list) else None
     if isinstance(pattern, ast.Constant) and isinstance(node, ast.Constant):
         same = type(pattern.value) is type(node.value) and repr(pattern.value) == repr(node.value)
-        return found if same else None
+        return match if same else None
     if isinstance(pattern, str) and isinstance(node, str) and is_letter(pattern):
-        return _bound(pattern, node, found)
+        return _bound(pattern, node, match)
     if not isinstance(pattern, ast.AST):
-        return found if pattern == node else None
+        return match if pattern == node else None
     if not isinstance(node, ast.AST) or type(pattern) is not type(node):
         return None
     if isinstance(pattern, ast.Call) and isinstance(node, ast.Call) and any(map(is_gap, pattern.args)):
-        return _call(pattern, node, found)
-    return _fields(pattern, node, found)
+        return _call(pattern, node, match)
+    return _fields(pattern, node, match)
 
 
-def filled(template: ast.AST, found: Found) -> ast.AST:
+def filled(template: ast.AST, match: Match) -> ast.AST:
     """Put what was found into a copy of a template.
 
     Raises:
         LookupError: A letter of the template stands for nothing.
     """
-    return _Filling(found).visit(copy.deepcopy(template))
+    return _Filling(match).visit(copy.deepcopy(template))
 
 
 def letters(template: ast.AST) -> set[str]:
@@ -75,21 +75,21 @@ def letters(template: ast.AST) -> set[str]:
     return {word for node in ast.walk(template) for _, word in _words(node) if is_letter(word)}
 
 
-def _fields(pattern: ast.AST, node: ast.AST, found: Found | None) -> Found | None:
+def _fields(pattern: ast.AST, node: ast.AST, match: Match | None) -> Match | None:
     """Fit the fields of two nodes of one kind."""
     for name in pattern._fields:
         any_decorators = name == "decorator_list" and not getattr(pattern, name)
-        if found is not None and name not in SKIPPED and not any_decorators:
-            found = matched(getattr(pattern, name, None), getattr(node, name, None), found)
-    return found
+        if match is not None and name not in SKIPPED and not any_decorators:
+            match = matched(getattr(pattern, name, None), getattr(node, name, None), match)
+    return match
 
 
-def _bound(letter: str, node: ast.AST | str, found: Found) -> Found | None:
+def _bound(letter: str, node: ast.AST | str, match: Match) -> Match | None:
     """Let a letter stand for a node, or check that it stands for the same as before."""
-    known = found.letters.get(letter)
+    known = match.letters.get(letter)
     if known is None:
-        return found._replace(letters={**found.letters, letter: node})
-    return found if _text(known) == _text(node) else None
+        return match._replace(letters={**match.letters, letter: node})
+    return match if _text(known) == _text(node) else None
 
 
 def _text(node: ast.AST | str) -> str:
@@ -97,24 +97,24 @@ def _text(node: ast.AST | str) -> str:
     return node if isinstance(node, str) else ast.unparse(node)
 
 
-def _sequence(patterns: list, nodes: list, found: Found) -> Found | None:
+def _sequence(patterns: list, nodes: list, match: Match) -> Match | None:
     """Fit patterns to nodes, one to one; a `...` takes as few as it can."""
     if not patterns:
-        return found if not nodes else None
+        return match if not nodes else None
     first, *rest = patterns
     if is_gap(first):
         for n in range(len(nodes) + 1):
-            taken = found._replace(gaps=(*found.gaps, nodes[:n]))
+            taken = match._replace(gaps=(*match.gaps, nodes[:n]))
             if (fits := _sequence(rest, nodes[n:], taken)) is not None:
                 return fits
         return None
-    fits = matched(first, nodes[0], found) if nodes else None
+    fits = matched(first, nodes[0], match) if nodes else None
     return None if fits is None else _sequence(rest, nodes[1:], fits)
 
 
-def _call(pattern: ast.Call, node: ast.Call, found: Found) -> Found | None:
+def _call(pattern: ast.Call, node: ast.Call, match: Match) -> Match | None:
     """Fit a call that has a `...`: the first one takes the arguments with other names."""
-    function = matched(pattern.func, node.func, found)
+    function = matched(pattern.func, node.func, match)
     fits = None if function is None else _sequence(pattern.args, node.args, function)
     if function is None or fits is None:
         return None
@@ -138,8 +138,8 @@ def _words(node: ast.AST) -> Iterator[tuple[str, str]]:
 class _Filling(ast.NodeTransformer):
     """Puts what was found in place of letters and `...`."""
 
-    def __init__(self, found: Found) -> None:
-        self.letters, self.gaps = found.letters, iter(found.gaps)
+    def __init__(self, match: Match) -> None:
+        self.letters, self.gaps = match.letters, iter(match.gaps)
 
     def value(self, letter: str) -> ast.AST | str:
         """Return a copy of what a letter stands for."""

@@ -59,19 +59,19 @@ def tree_of(text: str) -> ast.Module:
 
 def within(above: tuple[ast.AST, ...], closed: Any = ()) -> list[Place]:
     """List the places within a node, given with all above it; none within nodes of a closed class."""
-    found: list[Place] = []
-    _add_within(above, closed, found)
-    return found
+    results: list[Place] = []
+    _add_within(above, closed, results)
+    return results
 
 
-def _add_within(above: tuple[ast.AST, ...], closed: Any, found: list[Place]) -> None:
+def _add_within(above: tuple[ast.AST, ...], closed: Any, results: list[Place]) -> None:
     for field, value in ast.iter_fields(above[-1]):
         nodes = enumerate(value) if isinstance(value, list) else ((None, value),)
         for index, node in nodes:
             if isinstance(node, ast.AST) and not isinstance(node, ast.expr_context):
-                found.append(Place(above, field, index))
+                results.append(Place(above, field, index))
                 if not isinstance(node, closed):
-                    _add_within((*above, node), closed, found)
+                    _add_within((*above, node), closed, results)
 
 
 def names(node: ast.AST) -> list[str]:
@@ -85,13 +85,13 @@ def names(node: ast.AST) -> list[str]:
 @functools.cache
 def symbols(tree: ast.Module) -> dict[str, list[Place]]:
     """Find the functions, methods and classes of a file, and what its modules and classes assign, by qualified name."""
-    found: dict[str, list[Place]] = {}
+    results: dict[str, list[Place]] = {}
     for place in within((tree,), ast.expr):  # no definition stands in an expression
         around = [node for node in place.above if isinstance(node, Scope)]
         if isinstance(place.node, Scope) or not around or isinstance(around[-1], ast.ClassDef):
             for name in names(place.node):
-                found.setdefault(".".join([*[node.name for node in around], name]), []).append(place)
-    return found
+                results.setdefault(".".join([*[node.name for node in around], name]), []).append(place)
+    return results
 
 
 @functools.cache
@@ -104,10 +104,10 @@ def places(text: str, symbol: str) -> list[Place]:
     tree = tree_of(text)
     if not symbol:
         return sorted(within((tree,)), key=position)
-    found = symbols(tree).get(symbol, [])
-    if len(found) != 1:
-        raise LookupError(f"has {len(found) or 'no'} {symbol!r}: no one function, class or assignment of this name")
-    return sorted([*found, *within((*found[0].above, found[0].node))], key=position)
+    results = symbols(tree).get(symbol, [])
+    if len(results) != 1:
+        raise LookupError(f"has {len(results) or 'no'} {symbol!r}: no one function, class or assignment of this name")
+    return sorted([*results, *within((*results[0].above, results[0].node))], key=position)
 
 
 def names_bound(node: ast.AST) -> list[str]:

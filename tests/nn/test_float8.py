@@ -247,9 +247,6 @@ def test_a_traced_step_keeps_the_codes_of_the_input_and_not_the_input():
     assert not late(x) and late(w)
 
 
-# ---------------------------------------------------------------- sharded
-
-
 def layer_loss(params: Any, x: torch.Tensor, scaling: str) -> torch.Tensor:
     """Two layers and a tanh."""
     return float8_linear(

@@ -133,7 +133,7 @@ def test_a_split_module_trains_as_the_whole(simulate, remat):
         torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-13)
 
 
-# ---------------------------------------------------------------- modules by hand
+# Modules by hand.
 
 
 class Pair(torch.nn.Module):

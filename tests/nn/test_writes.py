@@ -306,9 +306,6 @@ class Only(nn.Module):
         return y[0] if isinstance(y, tuple) else y
 
 
-# ---------------------------------------------------------------- parameters
-
-
 def replace(m: Any, y: torch.Tensor) -> None:
     m.w = nn.Parameter(m.w.detach() * 2)
 
@@ -355,9 +352,6 @@ def test_a_module_in_inference_mode_runs():
         module = nn.BatchNorm1d(3)
         apply, params, buffers = functional(module)
         assert apply(params, buffers, torch.randn(4, 3))[0].shape == (4, 3)
-
-
-# ---------------------------------------------------------------- hooks
 
 
 @pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -421,9 +415,6 @@ def test_a_computed_tensor_in_an_attribute_is_refused_by_name():
         functional(module)
     with pytest.raises(ValueError, match=r"'weight' holds a tensor.*parametrizations, not a hook"):
         functional(torch.nn.utils.weight_norm(nn.Linear(3, 3)))
-
-
-# ---------------------------------------------------------------- what is no tensor
 
 
 def test_values_that_are_no_tensors_are_refused_by_name():

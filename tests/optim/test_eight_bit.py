@@ -33,9 +33,6 @@ def spread_numbers(blocks: int, signed: bool, seed: int = 0) -> torch.Tensor:
     return x if signed else x.abs()
 
 
-# ---------------------------------------------------------------- the code
-
-
 def encode(x: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     return _eight_bit.encode(x, scales, _eight_bit.dynamic_code(signed, x.device))
 
@@ -98,7 +95,7 @@ def test_an_eight_bit_block_of_zeros_decodes_to_zeros():
     assert torch.equal(decode(codes, torch.tensor(1.0), signed=True), torch.zeros(3))
 
 
-# ---------------------------------------------------------------- the numbers of an update
+# The numbers of an update.
 
 
 def unpacked(moment: optim.EightBit, like: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -160,7 +157,7 @@ def test_an_unknown_kind_of_moments_is_refused(moments, error):
         optim.adamw(1e-3, moments=moments)
 
 
-# ---------------------------------------------------------------- the law: numbers depend on no layout
+# The law: numbers depend on no layout.
 
 SHAPES = [(), (0,), (1,), (7,), (256,), (700,), (3, 100), (3, 256), (2, 2, 300), (0, 5), (512, 2)]
 
@@ -215,7 +212,7 @@ def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
     return sum([(p * p).sum() * x.mean() + p.sum() for p in tree.tensors(params)], torch.zeros(()))
 
 
-# ---------------------------------------------------------------- bytes, jit, checkpoints
+# Bytes, jit, checkpoints.
 
 
 def mean_of_products(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -330,7 +327,7 @@ def floats(state: Any) -> list[torch.Tensor]:
     return [x for x in tree.tensors(state) if x.is_floating_point() and x.ndim and x.abs().max() > 0]
 
 
-# ---------------------------------------------------------------- leaves that an axis splits
+# Leaves that an axis splits.
 
 
 @pytest.mark.parametrize("dims", [{"w": 1}, {"w": 0, "e": 0}, {"w": 1, "e": 1}], ids=str)

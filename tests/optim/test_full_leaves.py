@@ -28,9 +28,6 @@ WHITE = optim.Optimizer(lambda p: (), whiten)
 EXACT = optim.muon(0.05, fallback=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
 
 
-# ---------------------------------------------------------------- whole
-
-
 def test_a_hand_written_muon_on_full_leaves_equals_unsharded():
     opt = optim.on_full_leaves(WHITE, reads_params=False)
     assert opt.exact_on_shards is True
@@ -115,9 +112,6 @@ def test_an_optimizer_on_full_leaves_gathers_gradients_and_state_once(stage, rea
 def test_on_full_leaves_refuses_an_optimizer_with_master_weights():
     with pytest.raises(ValueError, match=r"around on_full_leaves, since .* optim.master_weights\("):
         optim.on_full_leaves(optim.master_weights(optim.sgd(0.1), fzero.Precision(torch.bfloat16)))
-
-
-# ---------------------------------------------------------------- muon
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -239,9 +233,6 @@ def test_muon_names_leaves_that_are_no_matrices():
         optim.muon(0.1, mask={"w": True, "norm": False})
     with pytest.raises(ValueError, match=r"mask= selects leaf 'norm'.*; let the mask leave it to fallback="):
         optim.muon(0.1, fallback=optim.sgd(0.1), mask={"w": True, "norm": True}).init(params)
-
-
-# ---------------------------------------------------------------- torch's words
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,6 @@ class Pair(NamedTuple):
     update: Any
 
 
-# ---------------------------------------------------------------- torch.optim's numbers
-
-
 @examples(10, 20)
 @given(
     rate=st.floats(1e-4, 0.5),
@@ -101,9 +98,6 @@ def test_weight_decay_without_parameters_is_refused_with_a_remedy():
     opt = optim.adamw(1e-2)
     with pytest.raises(ValueError, match=r"needs the parameters: opt.update\(grads, state, params\)"):
         opt.update(params, opt.init(params))
-
-
-# ---------------------------------------------------------------- schedules
 
 
 def test_constant_schedule_equals_the_number_in_float64():
@@ -174,7 +168,7 @@ def test_nesterov_without_momentum_is_refused():
         optim.sgd(0.1, nesterov=True)
 
 
-# ---------------------------------------------------------------- chain, apply_updates, state
+# Chain, apply_updates, state.
 
 
 def test_chain_composes_optimizers():
@@ -275,7 +269,7 @@ def test_state_has_the_layout_of_its_stage(stage):
         assert all(not x.any() for x in tree.tensors(moment))
 
 
-# ---------------------------------------------------------------- global norms and clipping
+# Global norms and clipping.
 
 
 def norm_by_hand(params: Any) -> torch.Tensor:
@@ -422,7 +416,7 @@ def test_every_optimizer_that_torch_has_too_is_in_the_torch_hints():
     assert {name for name in optim.__all__ if name in classes} == {*_EQUIVALENTS}, "optim/_torch_hints.py"
 
 
-# ---------------------------------------------------------------- optimizers of others
+# Optimizers of others.
 
 
 def rms_init(params: Any) -> Any:

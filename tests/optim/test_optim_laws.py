@@ -71,7 +71,7 @@ def test_the_table_has_every_public_optimizer():
     assert not {*WITHOUT_ROW} & with_row | {*WITHOUT_ROW} - makers, "WITHOUT_ROW: remove what has a row or is gone"
 
 
-# ---------------------------------------------------------------- the numbers of others
+# The numbers of others.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -130,7 +130,7 @@ def test_learning_rate_schedules_equal_optax(name):
     assert [v.item() for v in values] == pytest.approx(OPTAX["values"][name], rel=1e-12, abs=1e-15)
 
 
-# ---------------------------------------------------------------- the same on every layout
+# The same on every layout.
 
 
 @half
@@ -182,7 +182,7 @@ def test_a_jitted_step_equals_the_eager_one_bitwise(name):
     assert_trees_close(fast, eager, 0.0)
 
 
-# ---------------------------------------------------------------- dtypes, purity, arguments
+# Dtypes, purity, arguments.
 
 
 @pytest.mark.parametrize("dtype", cases([torch.bfloat16], [torch.float16, torch.float32, torch.float64]), ids=str)

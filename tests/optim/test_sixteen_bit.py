@@ -18,7 +18,7 @@ from tests.zero.helpers import RULES
 EVERY = optim.Moments("bfloat16", full=lambda path, leaf: False)  # also the moments of small leaves
 
 
-# ---------------------------------------------------------------- the numbers of an update
+# The numbers of an update.
 
 
 def test_a_second_moment_decays_although_each_step_is_less_than_a_last_bit():
@@ -77,7 +77,7 @@ def test_full_leaves_have_the_numbers_of_float32():
     assert_trees_close(actual["w"], expected["w"], 2e-2)
 
 
-# ---------------------------------------------------------------- the law: numbers depend on no layout
+# The law: numbers depend on no layout.
 
 SHAPES = [(), (0,), (1,), (7,), (700,), (3, 100), (2, 2, 300), (0, 5), (512, 2)]
 
@@ -151,7 +151,7 @@ def test_sixteen_bit_moments_of_split_leaves_equal_those_of_whole_leaves(dims):
     assert_trees_close(step.gather(state), trained(step_of(opt), (params, opt.init(params))), 0.0)
 
 
-# ---------------------------------------------------------------- bytes, jit, checkpoints
+# Bytes, jit, checkpoints.
 
 
 def big_params() -> dict[str, Any]:
@@ -224,9 +224,6 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path, before, after):
     states = [step(*x, step.mesh.split(torch.ones(60))) for step, x in zip(steps, (state, loaded), strict=True)]
     gathered = [step.gather(x) for step, x in zip(steps, states, strict=True)]
     assert_trees_close(gathered[1], gathered[0], 0.0)
-
-
-# ---------------------------------------------------------------- other kinds
 
 
 CONVERTIBLE = {

@@ -34,7 +34,7 @@ def biases(params: Any) -> Any:
     return tree.map(lambda p: p.ndim < 2, params)
 
 
-# ---------------------------------------------------------------- norms of leaves
+# Norms of leaves.
 
 
 def norms_by_hand(params: Any) -> Any:
@@ -115,9 +115,6 @@ def test_a_leaf_of_zeros_or_with_a_zero_step_keeps_its_step(stage):
     new, _, _ = step(*step.init(params, opt), step.mesh.split(torch.ones(2)))
     expected = {"zeros": -torch.ones(3), "still": torch.ones(3), "w": torch.zeros(4)}
     assert_trees_close(step.gather(new), expected, 1e-6)
-
-
-# ---------------------------------------------------------------- masked
 
 
 @pytest.mark.parametrize("units", ONE, ids=["default units", "one unit"])
@@ -235,9 +232,6 @@ def test_masked_is_exact_on_shards_if_its_optimizer_is():
     assert optim.masked(whole, matrices).exact_on_shards is False
 
 
-# ---------------------------------------------------------------- averages
-
-
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))
 def test_averaged_parameters_equal_torch_averaged_model(stage):
     decay = 0.8
@@ -320,7 +314,7 @@ def test_an_optimizer_without_decay_needs_no_parameters():
     assert optim.lion(0.1, weight_decay=0).update(grads, optim.lion(0.1).init(grads))[0]["w"].tolist() != [0, 0]
 
 
-# ---------------------------------------------------------------- hyperparameters in the state
+# Hyperparameters in the state.
 
 
 def clipped(learning_rate: Any, max_norm: Any, b1: Any = 0.9, weight_decay: Any = 0.0) -> optim.Optimizer:
@@ -407,9 +401,6 @@ def test_injected_optimizers_are_exact_on_shards_if_their_optimizer_is():
     assert optim.inject_hyperparams(whole)(0.1).exact_on_shards is False
 
 
-# ---------------------------------------------------------------- adafactor
-
-
 @examples(10, 20)
 @given(
     rate=st.floats(1e-3, 1.5),  # from 1/sqrt(3) on the bound on the rate tells
@@ -448,9 +439,6 @@ def test_the_state_of_adafactor_is_sublinear_and_ties_last(stage):
     _, state = step.init(params, optim.adafactor())
     assert step.state_bytes(state.rows, state.columns) == 8 * (50 + 40 + 7)
     assert state.rows["a"] is state.rows["b"][0] and state.columns["b"][1] is None
-
-
-# ---------------------------------------------------------------- half precision
 
 
 def test_an_element_without_gradient_does_not_move_under_adagrad():

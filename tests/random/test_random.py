@@ -37,9 +37,6 @@ def untouched():
     assert torch.equal(before, torch.get_rng_state())
 
 
-# ---------------------------------------------------------------- keys
-
-
 @given(seed=seeds, data=st.integers(-(2**40), 2**40))
 @settings(max_examples=30)
 def test_keys_are_functions_of_their_numbers(seed, data):
@@ -81,8 +78,6 @@ def test_random_functions_refuse_wrong_numbers():
     assert random.key(2**64 + 3) == random.key(3)
     assert random.fold_in(k, 7) == random.fold_in(k, torch.tensor(7, dtype=torch.int32))
 
-
-# ---------------------------------------------------------------- numbers
 
 SEQUENCES = {
     "counted": lambda k: bits(k, (N,)),
@@ -179,7 +174,7 @@ def test_compiled_draws_by_key_equal_the_eager_ones():
     assert torch.compile(draw, fullgraph=True)(k).equal(draw(k))
 
 
-# ---------------------------------------------------------------- seeded: torch's functions
+# Seeded: torch's functions.
 
 
 def test_draws_come_in_the_order_of_the_calls():
@@ -398,9 +393,6 @@ def test_dynamo_traces_a_seeded_function(f, untouched):
     compiled = torch.compile(g, fullgraph=True, backend="aot_eager")
     x, k = torch.ones(7), random.key(0)
     torch.testing.assert_close(compiled(x, k), g(x, k))
-
-
-# ---------------------------------------------------------------- ranks
 
 
 @given(

@@ -23,8 +23,6 @@ INT8, INT4 = codecs.int8(16), codecs.int4(16)
 SOME = [INT8, INT4, codecs.float8(block=16), codecs.float8("e5m2", 16)]
 OPT = optim.sgd(1.0)
 
-# ---------------------------------------------------------------- ranges
-
 
 def unit(sizes: list[int], seed: int) -> torch.Tensor:
     return torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed))
@@ -59,9 +57,6 @@ def test_ranges_have_the_blocks_of_the_unit(sizes, block, n, seed):
         assert UnitRange.from_lists(y.as_lists()) == y
         back, real = y.from_blocks(y.to_blocks(part, block)), sum(p.size for p in y.parts)
         assert torch.equal(back[:real], part[:real]) and not back[real:].any()
-
-
-# ---------------------------------------------------------------- gathers
 
 
 def weighted(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -133,9 +128,6 @@ def test_leaves_in_full_precision_are_sent_as_they_are():
         ("all_gather", torch.uint8),
         ("all_to_all", torch.uint8),
     }
-
-
-# ---------------------------------------------------------------- sums
 
 
 def products(params: Any, x: Any) -> torch.Tensor:
@@ -306,9 +298,6 @@ def test_second_derivatives_with_codecs_are_exact(stage):
     rounded = INT8.round(params["w"])
     of_cubes = summed(INT8, 3 * rounded**2 * x / 4)
     assert_trees_close(new["w"], params["w"] + 2 * of_cubes * 6 * rounded * x.mean(0), rtol=1e-5)
-
-
-# ---------------------------------------------------------------- bytes
 
 
 @pytest.mark.slow

@@ -261,9 +261,6 @@ def _fill_padding(box: Any, rank: torch.Tensor, value: float) -> Any:
     return Shard(torch.where(padding, value, box.data), box.spec_id)
 
 
-# ---------------------------------------------------------------- boxes
-
-
 def test_tree_map_of_torch_and_optree_visits_each_shard_once():
     boxes = fzero.mesh(dp=2).spmd(fzero.partition)(mlp_params())
     assert [s.spec.unit for s in shards_of(boxes)] == ["blocks.0", "blocks.1", "scale", "head"]
@@ -318,9 +315,6 @@ def test_reduce_scatter_keeps_two_trees_of_one_layout_apart():
     one, two = mesh.spmd(program)(params)
     assert_trees_close(one, tree.map(lambda x: 2 * x, params), rtol=0)
     assert_trees_close(two, tree.map(lambda x: -2 * x, params), rtol=0)
-
-
-# ---------------------------------------------------------------- ties
 
 
 @pytest.mark.parametrize("stage", cases((0, 3), range(4)))

@@ -41,7 +41,7 @@ def mixture(layers: int, d: int = 16, f: int = 8, experts: int = 64) -> Any:
     return {"embed": zeros(64, d), "layers": [layer() for _ in range(layers)]}
 
 
-# ---------------------------------------------------------------- pieces of a tree
+# Pieces of a tree.
 
 
 @st.composite
@@ -87,9 +87,6 @@ def test_a_piece_is_named_by_its_subtrees():
     assert [x.name for x in divide_tree(numels, 2, 8)] == ["a", "b.0", "b.1", "b.2 to c"]
     assert [x.name for x in divide_tree(numels, 5, 8)] == ["a", "b.0 to b.1", "b.2 to c"]
     assert [x.name for x in divide_tree(numels, 99, 99)] == ["params"]
-
-
-# ---------------------------------------------------------------- rules
 
 
 @examples(50, 100)
@@ -162,7 +159,7 @@ def test_a_rule_prints_its_table():
     ]
 
 
-# ---------------------------------------------------------------- the model of DeepSpeed's pull request
+# The model of DeepSpeed's pull request.
 
 
 @pytest.mark.slow
@@ -196,7 +193,7 @@ def test_a_list_adds_no_level_to_granularity():
     assert [len(fzero.sharding.by_granularity(params, at).table) for at in (3, 4)] == [2, 1]
 
 
-# ---------------------------------------------------------------- the default rule
+# The default rule.
 
 
 def units_of(params: Any, rule: Any = None) -> dict[str, tuple[str, ...]]:
@@ -239,8 +236,6 @@ def test_default_units_hold_at_most_2_to_the_31_elements():
     names = {x.spec.unit for x in tree.flatten(actual, tree.is_box)[0] if isinstance(x, fzero.sharding.Shard)}
     assert names == {"layers.0", "norm"}
 
-
-# ---------------------------------------------------------------- bad input
 
 GIVEN: Any = (1e3,)
 RULE: Any = "ep"

@@ -89,9 +89,6 @@ def loss_of(output: Any, batch: Batch) -> torch.Tensor:
     return (out.float() - 1).square().mean()
 
 
-# ---------------------------------------------------------------- transformers
-
-
 def of_transformers(name: str, kind: str, **more: Any) -> Callable[[str | None], nn.Module]:
     def build(attention: str | None) -> nn.Module:
         import transformers
@@ -180,8 +177,6 @@ FAMILIES = [
         patch_size=2,
     ),
 ]
-
-# ---------------------------------------------------------------- other libraries
 
 
 def of_library(library: str, make: Callable[[Any], nn.Module]) -> Callable[[str | None], nn.Module]:

@@ -163,11 +163,11 @@ def test_the_page_of_a_plan_chooses_sorts_and_filters_in_a_browser(several):
         const s = document.querySelector(`select[name="${name}"]`);
         s.value = value; s.dispatchEvent(new Event("change"));
       };
-      const found = [seen()]; turn("ranks", "4"); turn("length", "16"); found.push(seen());
+      const states = [seen()]; turn("ranks", "4"); turn("length", "16"); states.push(seen());
       const batch = () => [...$("head").querySelectorAll("button")].find(b => b.textContent === "batch");
-      batch().click(); found.push(seen()); batch().click(); found.push(seen());
-      turn("micro", "2"); found.push(seen());
-      const result = document.createElement("pre"); result.textContent = JSON.stringify(found);
+      batch().click(); states.push(seen()); batch().click(); states.push(seen());
+      turn("micro", "2"); states.push(seen());
+      const result = document.createElement("pre"); result.textContent = JSON.stringify(states);
       document.body.replaceChildren(result);
     </script>"""
     turned = path.with_name("turned.html")

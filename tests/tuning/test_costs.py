@@ -28,9 +28,6 @@ def opt_30b() -> tuning.OffloadCosts:
     return tuning.offload_costs(work, tuning.H100)
 
 
-# ---------------------------------------------------------------- published settings
-
-
 @pytest.mark.parametrize(
     "costs,first,gigabytes,compute,deepspeed,ours,device,ratio_of_times",
     [(opt_13b(), 0.0, 36, 1.52, 3.52, 2.83, 2.60, 2.3), (opt_30b(), 0.04, 74, 1.23, 4.11, 3.11, 2.79, 3.1)],
@@ -77,8 +74,6 @@ def test_offload_costs_count_the_bytes_of_each_zero_stage(stage, whole):
     shares = {1: (12, 0), 2: (14, 0), 3: (16, 2)}[stage]
     assert work.device_bytes == pytest.approx([1e9 * w + 1e8 * s for w, s in zip(whole, shares, strict=True)])
 
-
-# ---------------------------------------------------------------- laws
 
 works = st.builds(
     tuning.model_work,
@@ -154,7 +149,7 @@ def test_offload_costs_equal_hand_computed_ones():
     assert costs.seconds(0.01, "device") == 10 + 5  # the device updates all
 
 
-# ---------------------------------------------------------------- steps by their plans
+# Steps by their plans.
 
 
 @pytest.mark.slow
@@ -199,7 +194,7 @@ def test_offloaded_activations_are_not_counted_as_updates():
     assert (mine.down_bytes, mine.up_bytes) == (expected.down_bytes, expected.up_bytes)
 
 
-# ---------------------------------------------------------------- text and pictures
+# Text and pictures.
 
 
 def test_offload_costs_print_their_assumptions_and_the_answer():

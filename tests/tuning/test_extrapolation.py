@@ -89,7 +89,7 @@ def test_a_tied_model_of_many_blocks_takes_what_its_plan_says():
     assert row.peak_bytes == pytest.approx(planner(row).peak_bytes, rel=0.001)
 
 
-# ---------------------------------------------------------------- which rows are planned in full
+# Which rows are planned in full.
 
 
 def row(name: int, peak: float, seconds: float, in_full: bool = False) -> TableRow:

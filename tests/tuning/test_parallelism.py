@@ -46,8 +46,6 @@ def test_planned_layouts_are_all_that_multiply_to_the_world_size():
     assert [*Configuration(1, 1, 1, ranks=8, ep=2, tp=2, pp=2).axes] == ["pp", "dp", "ep", "tp"]  # tp within a machine
 
 
-# ---------------------------------------------------------------- rows
-
 FEW: dict[str, Any] = {**ASKED, "world_size": 4, "global_batch": 64, "stages": (1, 3), "tp": (1, 2), "pp": (1, 2)}
 
 
@@ -159,7 +157,7 @@ def test_no_rank_of_a_longer_pipeline_is_fuller(schedule):
     assert row.peak_bytes == max(p.peak_bytes for p in plans) and row.seconds == max(p.seconds for p in plans)
 
 
-# ---------------------------------------------------------------- models of many blocks
+# Models of many blocks.
 
 
 def test_models_of_few_blocks_keep_the_unevenness_of_pipeline_stages():
@@ -207,9 +205,6 @@ def test_a_deep_pipelined_model_is_extrapolated_from_few_blocks(places, monkeypa
     check_few_blocks(tuning.model_step("tiny", length=64), Configuration(2, 2, 4, ranks=2, depth=30, **places))
 
 
-# ---------------------------------------------------------------- what is told
-
-
 def test_a_table_tells_layouts_and_bytes_by_axis(table):
     head = str(table).splitlines()[1].split()
     assert {"tp", "pp"} < {*head} and "schedule" not in head and head.count("over") == 3
@@ -233,8 +228,6 @@ def test_the_page_of_a_plan_filters_by_layout(table):
     }
     assert data["rows"][0]["along"] == table.fitting[0].traffic_bytes and data["timeline"]["phases"]
 
-
-# ---------------------------------------------------------------- what is pasted
 
 RECIPES = [
     {"tp": 2},
@@ -343,8 +336,6 @@ def test_the_lines_to_paste_of_a_parallel_plan_run(changed):
     names["block"] = apply_block
     assert float(actual) == pytest.approx(float(of(params, batch)), rel=1e-5)
 
-
-# ---------------------------------------------------------------- bad input
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a tp that does not divide": ({"tp": (3,)}, r"tp=\(3,\): 3 is not allowed: expected ints that divide world_size=8"),

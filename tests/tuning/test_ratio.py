@@ -107,8 +107,6 @@ def test_a_ratio_prints_its_trials():
     assert loose.ratio == 0 and len(loose.tried) == 1
 
 
-# ---------------------------------------------------------------- bad input
-
 ALL = planned(1.0).peak_bytes
 HOST = planned(1.0).peak_of("host")
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -142,7 +142,7 @@ def test_an_error_in_a_worker_ends_the_search():
     assert Skipped(*[Configuration(1, 1, 1)] * 2).config.ranks == 1
 
 
-# ---------------------------------------------------------------- rows that are kept
+# Rows that are kept.
 
 
 @dataclass

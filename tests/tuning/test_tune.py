@@ -192,8 +192,6 @@ def test_a_card_keeps_a_margin_and_a_machine_its_own():
     assert [t.budget for t in tables] == [0.93 * 80e9, H100.device_bytes]
 
 
-# ---------------------------------------------------------------- bad input
-
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an unknown machine": ({"machine": "h1000"}, ValueError, r"machine='h1000' is unknown: expected .*h100"),
     "no machine": ({"machine": 3}, TypeError, r"machine=3: expected a fzero.tuning.Machine"),
@@ -279,7 +277,7 @@ def test_json_that_holds_no_table_is_refused():
             Table.from_json(text)
 
 
-# ---------------------------------------------------------------- plans for a GPU without one
+# Plans for a GPU without one.
 
 
 def test_a_plan_for_a_gpu_has_no_buffers_of_gloo():

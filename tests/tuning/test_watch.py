@@ -152,8 +152,6 @@ def test_watch_raises_the_errors_of_the_step():
     assert not profiling()
 
 
-# ---------------------------------------------------------------- hints
-
 PLAN: Any = SimpleNamespace(
     peak_bytes=10_000_000_000, argument_bytes=4_000_000_000, added_bytes=6_000_000_000, seconds=1.0, workspace_bytes=0
 )
@@ -226,7 +224,7 @@ def test_watch_prints_each_hint_once():
     assert sum("slow:" in line for line in said) <= 1 and sum("between steps:" in line for line in said) <= 1
 
 
-# ---------------------------------------------------------------- a GPU's counters
+# A GPU's counters.
 
 
 GPU: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
@@ -304,8 +302,6 @@ def test_watch_does_not_wait_for_the_device(gpu, monkeypatch):
     watched.flush()
     assert [step for step, _ in rows] == [*range(8)] and watched.last.measurement.before_bytes == 40
 
-
-# ---------------------------------------------------------------- bad input
 
 STEP = fzero.jit(lambda x: x)
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {

@@ -109,7 +109,7 @@ def test_axis_index_counts_in_the_order_of_the_names(axes):
         )
 
 
-# ---------------------------------------------------------------- values that are equal along an axis
+# Values that are equal along an axis.
 
 
 @examples(10, 40)
@@ -176,7 +176,7 @@ def y(x: torch.Tensor) -> torch.Tensor:
     return x.detach() + 1
 
 
-# ---------------------------------------------------------------- units over different axes
+# Units over different axes.
 
 
 @examples(3, 12)

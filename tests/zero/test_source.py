@@ -35,9 +35,6 @@ def frozen_state(params: Any) -> Any:
 SLOW = optim.Optimizer(frozen_state, lambda grads, state, params=None: (grads, state), exact_on_shards=True)
 
 
-# ---------------------------------------------------------------- memory
-
-
 @examples(20, 40)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans(), st.booleans())
 def test_init_shares_no_memory_with_its_arguments(values, stage, units, by_function, keeps):
@@ -142,9 +139,6 @@ def test_init_makes_no_second_copy_of_all_parameters(how, stage):
     assert peak <= added + 2 * leaf + 2**14, (peak, added)
 
 
-# ---------------------------------------------------------------- modules
-
-
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +178,7 @@ def test_a_module_partly_on_meta_is_refused(stage):
     step_on(stage).init(module, optim.sgd(0.1))  # frozen or not, what has no values is drawn
 
 
-# ---------------------------------------------------------------- graphs, modes, devices
+# Graphs, modes, devices.
 
 
 @pytest.mark.parametrize("precision", [None, fzero.Precision(param=torch.bfloat16)])

@@ -114,7 +114,7 @@ class Layer:
             out = self.run(*map(enter_input, args), **{name: enter_input(x) for name, x in kwargs.items()})
         return leave(out, self.axis)
 
-    # ---- parameters
+    # Parameters.
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """Return the layer's parameters in the shapes that its own forward pass takes.

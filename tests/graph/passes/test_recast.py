@@ -107,9 +107,6 @@ def test_recast_leaves_a_cast_of_a_constant_alone():
     )
 
 
-# ---------------------------------------------------------------- whole steps
-
-
 def layers() -> Any:
     with torch.device("meta"):
         return {
@@ -225,7 +222,7 @@ def test_values_that_share_only_a_scalar_are_recast_separately():
     assert grows in _roles(graph).late and shrinks not in _roles(graph).late
 
 
-# ---------------------------------------------------------------- DeepSpeed's pull request 2079
+# DeepSpeed's pull request 2079.
 
 EXPERTS, DEEP, DIM = 16, 32, 4096
 GROUP = 178_956_971  # DeepSpeed's elements of a group

@@ -126,8 +126,6 @@ def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
     assert takes(host * slower, link) >= takes(host, link) and takes(host, link * slower) >= takes(host, link)
 
 
-# ---------------------------------------------------------------- fused kernels
-
 FUSING = Hardware("cuda", 1e30, 1.0, 1e30, 0, 0, fuses=True)  # a byte a second
 
 
@@ -168,7 +166,7 @@ def test_a_product_or_a_second_reader_ends_a_kernel():
     assert planned_seconds(lambda x: (x.sin().exp(), x.cos()), x) == 2 * (2 * 128)
 
 
-# ---------------------------------------------------------------- products and attention by their shapes
+# Products and attention by their shapes.
 
 
 CARD = Hardware("gpu", 1.0, 1e30, 1e30, 0, 0, product_flops=1024.0, half_depth=64.0, processors=4, attention_flops=8.0)

@@ -170,7 +170,7 @@ def test_segments_cut_anywhere_equal_the_operations_one_by_one(names, places):
         torch.testing.assert_close(x, y, rtol=CLOSE, atol=CLOSE)
 
 
-# ---------------------------------------------------------------- the case that users met
+# The case that users met.
 
 
 def projected(width: int, heads: int) -> Any:
@@ -206,7 +206,7 @@ def test_separate_projections_and_causal_attention_train_compiled(ranks, stage):
     torch.testing.assert_close(*losses)
 
 
-# ---------------------------------------------------------------- views and copies
+# Views and copies.
 
 
 @needs_compiler

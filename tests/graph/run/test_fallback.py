@@ -146,9 +146,6 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
     assert len(notices(caplog)) == 1
 
 
-# ---------------------------------------------------------------- the proof
-
-
 def test_an_error_that_random_values_cause_is_not_blamed_on_the_compiler():
     code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
     runs = interpreted(GraphModule({}, code.graph), code.fakes, code.outputs)

@@ -29,9 +29,6 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_lengths, "helpers", lambda cold: 0)
 
 
-# ---------------------------------------------------------------- numbers
-
-
 @examples(60, 400)
 @given(
     p=st.builds(Polynomial, st.integers(-9, 99), st.integers(0, 40), st.integers(0, 9)),
@@ -68,9 +65,6 @@ def test_a_call_whose_shapes_differ_in_one_size_has_a_length():
     assert cache.length_of(shapes((4, 80), (4, 96), (7,))) is None
     assert cache.length_of(shapes((4, 80), (4, 80))) is None
     assert cache.length_of(shapes((4, 80), (4, 80), (7,))) == 80
-
-
-# ---------------------------------------------------------------- segments
 
 
 def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
@@ -160,9 +154,6 @@ def test_a_step_that_branches_on_the_length_is_compiled_for_each(monkeypatch):
         assert results[:3] == [False, True, True]
     finally:
         del STEPS["branching"]
-
-
-# ---------------------------------------------------------------- steps
 
 
 def train(backend: str, lengths: Sequence[int], **options: Any) -> tuple[Any, Any]:

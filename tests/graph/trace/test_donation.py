@@ -134,8 +134,6 @@ def test_module_parameters_and_tied_leaves_are_donated():
         torch.optim.SGD([w], 0.1)
 
 
-# ---------------------------------------------------------------- who else holds the memory
-
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a view": lambda x: x[:2],
     "detach": lambda x: x.detach(),

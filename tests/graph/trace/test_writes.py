@@ -157,9 +157,6 @@ def test_a_value_kept_from_an_earlier_trace_is_refused():
         step(torch.ones(4))
 
 
-# ---------------------------------------------------------------- forward mode
-
-
 X, T = torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 2, 1])
 W = torch.linspace(-2, 1, 9).view(3, 3)
 

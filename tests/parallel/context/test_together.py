@@ -61,7 +61,7 @@ def test_a_capacity_of_a_sequence_that_no_rank_holds_is_refused(jit):
         step(*step.init(expert_params(), OPT), context.split(mesh, batch_of(0)))
 
 
-# ---------------------------------------------------------------- checkpoints and offload
+# Checkpoints and offload.
 
 
 @pytest.mark.slow

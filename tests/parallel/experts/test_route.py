@@ -80,9 +80,6 @@ def test_a_token_with_a_nan_goes_nowhere_and_hides_nothing(score, capacity):
         assert torch.equal(positions.position[:1, indices] < 4, alone.position < 4)
 
 
-# ---------------------------------------------------------------- jitter
-
-
 @settings(max_examples=12)
 @given(SIMULATIONS, st.sampled_from([{"dp": 2}, {"dp": 2, "ep": 2}]), st.integers(0, 9))
 def test_jitter_belongs_to_the_data_and_not_to_the_mesh(simulate, axes, seed):
@@ -94,9 +91,6 @@ def test_jitter_belongs_to_the_data_and_not_to_the_mesh(simulate, axes, seed):
     ratio = expected / x
     assert (ratio >= 0.75).all() and (ratio < 1.25).all() and ratio.unique().numel() == x.numel()
     assert moe.jitter(x.bfloat16(), key).dtype == torch.bfloat16
-
-
-# ---------------------------------------------------------------- balance
 
 
 @examples(8, 15)

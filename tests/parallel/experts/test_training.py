@@ -134,7 +134,7 @@ def test_router_jitter_does_not_depend_on_the_mesh():
         check(jittered(loss_for(2, 0.5)), mesh, (0, 3))
 
 
-# ---------------------------------------------------------------- losses and micro-batches
+# Losses and micro-batches.
 
 
 def test_the_loss_of_sequences_does_not_mind_micro_batches_and_that_of_the_batch_does():
@@ -165,7 +165,7 @@ def test_gathered_experts_are_the_dense_model():
         torch.testing.assert_close(loss, dense, rtol=1e-12, atol=0)
 
 
-# ---------------------------------------------------------------- jit and plan
+# Jit and plan.
 
 
 @pytest.mark.slow
