@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fzero
 from fzero import optim, tree
 from fzero.parallel import context, experts
+from fzero.parallel import tensor as tp
 from fzero.tuning._model_names import init, shape_of
 from fzero.tuning._steps import _compute_loss, _ForwardOptions
 
@@ -266,6 +268,30 @@ def pipeline(ranks: int, cp: int = 1) -> Task:
     )
 
 
+def split_layers(ranks: int, sequence: bool = False) -> Task:
+    """Two blocks of transformers' Llama in bfloat16, whose layers and vocabulary are split over two ranks."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, vocab_size=64, use_cache=False)
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    layers, opt = tp.layers(model, {"lm_head": "colwise"}, sequence=sequence), adamw()
+    apply, params, buffers = fzero.nn.functional(model, tp=layers)
+    on_device: dict[str, Tensor] = {}
+
+    def loss_fn(params: Any, ids: Tensor) -> Tensor:
+        logits = apply(params, on_device, ids)[0].logits
+        return tp.cross_entropy(logits[:, :-1].float(), ids[:, 1:])
+
+    def params_of(mesh: fzero.ranks.Mesh) -> Any:
+        full, moved = mesh.device_put((params, buffers))
+        on_device.update(moved)
+        return full
+
+    shard = {"axis": "dp", "split": layers.split}
+    step = train_step_of(loss_fn, opt)
+    return Task({"dp": ranks // 2, "tp": 2}, shard, step, opt, params_of, lambda: torch.randint(64, (4, 16)), ("dp",))
+
+
 def offloaded(ranks: int, update: str) -> Task:
     """The perceptron with half of AdamW's state on the host, updated there or on the device."""
     half = optim.offload(optim.adamw(3e-4), 0.5, update=update)
@@ -293,6 +319,8 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "sequences, ring, masked": lambda ranks: sequences(ranks, "ring", masked=True),
     "sequences, ring, capped": lambda ranks: sequences(ranks, "ring", torch.bfloat16, softcap=30.0),
     "sequences, all_to_all, capped": lambda ranks: sequences(ranks, "all_to_all", torch.bfloat16, softcap=30.0),
+    "tensor": split_layers,
+    "tensor, parts of tokens": lambda ranks: split_layers(ranks, sequence=True),
     "offload, host update": lambda ranks: offloaded(ranks, "host"),
     "offload, device update": lambda ranks: offloaded(ranks, "device"),
     LLAMA: lambda ranks: language_model(ranks, "llama-3-8b", 8192),

@@ -24,6 +24,14 @@ def test_the_host_never_waits(task, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("task", ["tensor", "tensor, parts of tokens"])
+def test_the_host_waits_only_where_a_model_of_transformers_asks_whether_samples_are_packed(task, backend):
+    """Models of transformers ask so in eager steps, and not while they are traced."""
+    for stage, step in facts(task, backend).items():
+        assert len(step["waits"]) == (backend == "eager"), f"stage {stage}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_host_update_waits_once_for_each_copy_and_only_for_copies_to_pinned_memory(backend):
     """Each unit's gradients at stages 1 to 3; each leaf's at stage 0, whose units are not packed; the clip's norm."""
     for stage, step in facts("offload, host update", backend).items():
