@@ -424,6 +424,23 @@ def test_a_class_has_a_name_of_its_own():
     assert {name: files for name, files in results.items() if len(files) > 1} == {}
 
 
+def is_record(node: ast.ClassDef) -> bool:
+    """Return whether a class is a dataclass or a NamedTuple."""
+    return any("dataclass" in ast.unparse(d) for d in node.decorator_list) or "NamedTuple" in map(
+        ast.unparse, node.bases
+    )
+
+
+def test_a_wide_record_is_built_by_keyword():
+    """By position two fields of one type may be swapped, and no type is wrong."""
+    records = {node.name for path in FILES for node in nodes_of(path, ast.ClassDef) if is_record(node)}
+    for path in python_files("fzero", "examples"):
+        for call in nodes_of(path, ast.Call):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            is_wide = name in records and len(call.args) > 4
+            assert not is_wide, f"{path}:{call.lineno} gives {name} {len(call.args)} arguments by position: name them"
+
+
 def test_a_word_of_the_glossary_is_defined_once():
     rows = re.findall(r"^\| (\*\*.+?) \|", (ROOT.parent / "docs" / "glossary.md").read_text(), re.MULTILINE)
     words = [word for row in rows for word in re.findall(r"\*\*(.+?)\*\*", row)]

@@ -102,7 +102,21 @@ class _Process:
         since = self._ended_at or self._since
         host, reason, broken = self._config.host, self.reason, self.broken
         work, is_known, cut = (work[0], work[1]), self._is_whole, self.links.cut(now)
-        return Place(host, process, step, words, waiting, now - since, idle, count, reason, broken, work, is_known, cut)
+        return Place(
+            host=host,
+            process=process,
+            step=step,
+            text=words,
+            waiting=waiting,
+            seconds=now - since,
+            idle=idle,
+            count=count,
+            reason=reason,
+            broken=broken,
+            work=work,
+            is_known=is_known,
+            cut=cut,
+        )
 
     def _idle(self, now: float) -> float:
         """Return for how long the rank used at most the share `_BUSY` at its place."""

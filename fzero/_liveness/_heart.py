@@ -223,7 +223,24 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
     runs = bool(sys.executable)  # a program that embeds Python has none
     if rank == 0:
         token, where = secrets.token_hex(8), address or host
-        heart = Heart(Config(0, size, host, token, where, 0, timeout / _SHARE, timeout, 0), store) if runs else None
+        heart = (
+            Heart(
+                Config(
+                    rank=0,
+                    size=size,
+                    host=host,
+                    token=token,
+                    address=where,
+                    port=0,
+                    limit=timeout / _SHARE,
+                    stall=timeout,
+                    memory=0,
+                ),
+                store,
+            )
+            if runs
+            else None
+        )
         port = 0 if heart is None else heart.port
         store.set(key, json.dumps([token, where, port]))
         if port == 0:
@@ -232,7 +249,20 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
     token, where, port = json.loads(store.get(key))
     if not (runs and port):
         return None
-    return Heart(Config(rank, size, host, token, where, port, timeout / _SHARE, timeout, 0), store)
+    return Heart(
+        Config(
+            rank=rank,
+            size=size,
+            host=host,
+            token=token,
+            address=where,
+            port=port,
+            limit=timeout / _SHARE,
+            stall=timeout,
+            memory=0,
+        ),
+        store,
+    )
 
 
 def keep_heart(heart: Heart, group: Any) -> None:

@@ -163,7 +163,9 @@ class WorldJudge:
             for rank, reason in self._lost(now):
                 place = self.places.get(rank, _UNKNOWN)
                 others = {r: self._shown(r, p, now) for r, p in self.places.items() if r != rank}
-                self.verdict = LostRank(rank, place.host, reason, str(place), show_places(others))
+                self.verdict = LostRank(
+                    rank=rank, host=place.host, reason=reason, seen=str(place), places=show_places(others)
+                )
                 break
         return self.verdict
 
@@ -273,7 +275,9 @@ class RankZeroJudge:
             own: this rank's place.
         """
         if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit:
-            self.verdict = LostRank(0, self.address, "no heartbeat of it has ever come", str(self.place), "")
+            self.verdict = LostRank(
+                rank=0, host=self.address, reason="no heartbeat of it has ever come", seen=str(self.place), places=""
+            )
         if self.verdict is None and self.echoed is not None:
             silent, limit = now - self.echoed, self.limit / _HASTE if broken else self.limit
             if self.place.process in GONE and broken:
@@ -283,4 +287,4 @@ class RankZeroJudge:
         return self.verdict
 
     def _on_rank_0(self, reason: str) -> LostRank:
-        return LostRank(0, self.place.host, reason, str(self.place), self.places)
+        return LostRank(rank=0, host=self.place.host, reason=reason, seen=str(self.place), places=self.places)

@@ -81,7 +81,9 @@ class Stragglers:
                     self._since.pop((rank, phase), None)
                 elif (rank, phase) in self._since:
                     since = self._since[rank, phase]
-                    candidates.append(Straggler(rank, hosts[rank], phase, mine, others, since))
+                    candidates.append(
+                        Straggler(rank=rank, host=hosts[rank], phase=phase, seconds=mine, others=others, since=since)
+                    )
                 else:
                     self._since[rank, phase] = self._starts[rank].step
         self._starts = dict(paces)

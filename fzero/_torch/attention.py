@@ -44,7 +44,7 @@ def partial_attention(
     elif _cuda_kernel(q, v, keep):
         out, log_sum = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
-        return _by_definition(q, k, v, keep, causal, scale, None)
+        return _by_definition(q, k, v, keep, causal, scale, softcap=None)
     return out, log_sum if keep is None else torch.where(keep.any(-1), log_sum, -math.inf)
 
 
@@ -88,7 +88,7 @@ def partial_attention_grad(
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, log_sum, *lengths, 0.0, causal, seed, offset, scale=scale
         )
-    return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, None)
+    return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, softcap=None)
 
 
 def _cpu_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -140,7 +140,7 @@ def _by_definition(
     softcap: float | None,
 ) -> _Partial:
     wide_q, wide_k, wide_v = _wide(q, k, v)
-    scores = _scores(wide_q, wide_k, keep, causal, scale, softcap)
+    scores = _scores(q=wide_q, k=wide_k, keep=keep, causal=causal, scale=scale, softcap=softcap)
     log_sum = scores.logsumexp(-1)
     weights = (scores - torch.where(log_sum == -math.inf, 0.0, log_sum).unsqueeze(-1)).exp()
     out = (weights @ wide_v.unsqueeze(2)).flatten(1, 2)

@@ -174,11 +174,11 @@ _MATMUL = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf
 
 def _settings() -> _Settings:
     return _Settings(
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        {name: getattr(torch.backends.cuda.matmul, name) for name in _MATMUL},
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        threads=torch.get_num_threads(),
+        dtype=torch.get_default_dtype(),
+        matmul={name: getattr(torch.backends.cuda.matmul, name) for name in _MATMUL},
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        warns=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
 
 
@@ -210,7 +210,7 @@ def _lines(graph: Graph) -> list[_Line]:
     def line(n: Node) -> _Line:
         target = ("torch.ops", *str(n.target).split(".")) if isinstance(n.target, OpOverload) else n.target
         args, kwargs = map_arg((n.args, n.kwargs), indices.__getitem__)  # pyright: ignore
-        return _Line(n.op, n.name, target, args, kwargs)
+        return _Line(op=n.op, name=n.name, target=target, args=args, kwargs=kwargs)
 
     return [line(n) for n in graph.nodes]
 

@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
             except _NotPlainError:
                 pass
             else:
-                return _record(mode.tracer, func, args, kwargs, nodes, self)
+                return _record(mode.tracer, func, args, kwargs, nodes, recorder=self)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
         with annotate(_source(self.sources, self.stacks)):
@@ -198,7 +198,7 @@ class OneNode:
                 nodes = _nodes(mode.tracer, args)
             except _NotPlainError:
                 return self.f(*args)
-            return _record(mode.tracer, self, args, {}, (nodes, {}), recorder)
+            return _record(mode.tracer, func=self, args=args, kwargs={}, nodes=(nodes, {}), recorder=recorder)
         if is_deciding() and all(type(x) is FakeTensor for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
             return self.on_stand_ins(*args)
         return self.f(*args)

@@ -153,7 +153,14 @@ def _forms_of(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Form | 
 
 def _form_of(x: FakeTensor, bases: dict[int, int]) -> _Form:
     base = bases.get(storage_id(x))
-    return _Form(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.fake_device, base)
+    return _Form(
+        shape=tuple(x.shape),
+        stride=x.stride(),
+        offset=int(x.storage_offset()),
+        dtype=x.dtype,
+        device=x.fake_device,
+        base=base,
+    )
 
 
 def _is_equal(x: FakeTensor, made: Any, bases: dict[int, int]) -> bool:

@@ -202,13 +202,19 @@ def current_call_site() -> _CallSite:
     if node is None:
         is_forward = any(f.f_code.co_filename == _FUNC and f.f_code.co_name in _RUNS for f in frames)
         newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
-        return _CallSite(line, "", collective, is_forward, newest)
+        return _CallSite(line=line, backward="", collective=collective, forward=is_forward, sequence_number=newest)
     engine = next((f for f in frames if f.f_code.co_filename.startswith(_ENGINE)), None)
     # a line in the user's own backward function, called by the engine, is nearer than the forward operation's line
     in_backward = user_frame is not None and engine is not None and frames.index(user_frame) < frames.index(engine)
     name = node.name if isinstance(node.name, str) else node.name()  # under torch.func a Function's name is a string
     number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
-    return _CallSite(line if in_backward else _line_of(node) or line, name, collective, False, number)
+    return _CallSite(
+        line=line if in_backward else _line_of(node) or line,
+        backward=name,
+        collective=collective,
+        forward=False,
+        sequence_number=number,
+    )
 
 
 def _frames() -> Iterator[FrameType]:

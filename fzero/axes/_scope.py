@@ -86,7 +86,7 @@ class Axis(NamedTuple):
     @staticmethod
     def of(binding: Binding, token: torch.Tensor) -> "Axis":
         """Return the axis that has this binding and this token."""
-        return Axis(binding.axis, binding.size, binding.group, binding.rank, token)
+        return Axis(binding.axis, size=binding.size, group=binding.group, rank=binding.rank, token=token)
 
 
 class Axes(NamedTuple):

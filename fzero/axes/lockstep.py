@@ -183,7 +183,9 @@ def _axes_of(
             key = f"lockstep/{number}/{name}/{members[0]}"
             groups.setdefault(key, RankGroup(run, name, members))
             me = members.index(rank)
-            (single if k == 1 else joint).append(Axis(name, len(members), key, me, torch.tensor(me, device="cpu")))
+            (single if k == 1 else joint).append(
+                Axis(name, size=len(members), group=key, rank=me, token=torch.tensor(me, device="cpu"))
+            )
     return tuple(single), tuple(joint)
 
 

@@ -81,7 +81,9 @@ def checkpoints(
     if memory is not None and not os.path.isdir(memory):  # made on the disk, it would not be memory
         raise ValueError(f'memory={memory!r} is no folder: expected one of shared memory, such as "/dev/shm"')
     files = files_at(root)
-    return Checkpoints(files, mesh, keep, keep_every, timeout, memory, copies)
+    return Checkpoints(
+        files=files, mesh=mesh, keep=keep, keep_every=keep_every, timeout=timeout, memory=memory, copies=copies
+    )
 
 
 def _check_finite(step: int, values: Any) -> None:
@@ -232,7 +234,15 @@ class Checkpoints:
         if files is self._files:
             self._warn_of_newer(step)
         folder = files.subfolder(step_name(step))
-        self._saving = start_save(folder, values, self._mesh, background, self._timeout, self._staging, on_commit)
+        self._saving = start_save(
+            files=folder,
+            values=values,
+            mesh=self._mesh,
+            background=background,
+            timeout=self._timeout,
+            staging=self._staging,
+            on_commit=on_commit,
+        )
         return self._saving
 
     def _warn_of_newer(self, step: int) -> None:

@@ -204,7 +204,7 @@ def differences(
             progress(min(nbytes, total), total)
         count, largest = results[pair]
         if count:
-            yield _Difference(path, a, b, count, largest)
+            yield _Difference(path=path, one=a, other=b, count=count, largest=largest)
 
 
 def _texts(layout: TreeLayout) -> dict[str, str]:
@@ -303,7 +303,7 @@ def export(
     head = _header(files, manifest.layout, names, dtype)
     with _atomic_file(target) as f:
         f.write(head)
-        _write_leaves(f, files, manifest, _order(manifest.layout, names, dtype), dtype, progress)
+        _write_leaves(f, files, manifest, names=_order(manifest.layout, names, dtype), dtype=dtype, progress=progress)
     return target, sorted(names)
 
 

@@ -286,7 +286,7 @@ class _LocalTreeBuilder:
         self.sources: dict[str, LeafSource] = {}
         self.first_paths: dict[int, str] = {}  # id of a plain leaf -> its first path
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
-        self.size = TreeLayout(mesh, (), (), {}, {}).ranks
+        self.size = TreeLayout(mesh=mesh, leaves=(), groups=(), ties={}, values={}).ranks
 
     def _add(
         self,
@@ -335,7 +335,16 @@ class _LocalTreeBuilder:
             copy_paths = {m.index: index_by_path[m.path] for m in part.members if m.is_copy}
             leaves = tuple([leaf_indices[i] if i in leaf_indices else copy_paths[i] for i in range(len(spec.paths))])
             copies = tuple(sorted(copy_paths))
-            self.groups.append(LeafGroup(leaves, spec.axes, spec.shard_numel, part.split, part.coordinates, copies))
+            self.groups.append(
+                LeafGroup(
+                    leaves=leaves,
+                    axes=spec.axes,
+                    shard_numel=spec.shard_numel,
+                    split=part.split,
+                    coordinates=part.coordinates,
+                    copies=copies,
+                )
+            )
             self.memory.append(memory)
 
     def _add_members(self, part: _UnitPart, dtype: torch.dtype) -> dict[int, int]:
@@ -353,7 +362,7 @@ class _LocalTreeBuilder:
     def add_per_rank(self, path: str, box: PerRank) -> None:
         names = [name for name, _ in self.mesh]
         axes = tuple(names) if box.axes is None else tuple([name for name in names if name in box.axes])
-        n = TreeLayout(self.mesh, (), (), {}, {}).size(axes)
+        n = TreeLayout(mesh=self.mesh, leaves=(), groups=(), ties={}, values={}).size(axes)
         paths, values, _ = tree.flatten_with_paths(box.value)
         for sub, x in zip(paths, values, strict=True):
             name = f"{path}.{sub}" if sub else path
@@ -380,5 +389,7 @@ class _LocalTreeBuilder:
             numel = sum(x.numel() for x in leaves.values())
             self.groups.append(LeafGroup(tuple(leaves), (), numel))
             self.memory.append(PlainMemory(leaves))
-        layout = TreeLayout(self.mesh, tuple(self.leaves), tuple(self.groups), self.ties, self.values)
+        layout = TreeLayout(
+            mesh=self.mesh, leaves=tuple(self.leaves), groups=tuple(self.groups), ties=self.ties, values=self.values
+        )
         return LocalTree(layout, ranks, tuple(self.memory), _in_order(self.sources, paths))

@@ -297,7 +297,13 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     paths = [x.path for x in leaves]
     _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
     _check(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
-    layout = TreeLayout(mesh, leaves, tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]), ties, values)
+    layout = TreeLayout(
+        mesh=mesh,
+        leaves=leaves,
+        groups=tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]),
+        ties=ties,
+        values=values,
+    )
     indices = [i for g in layout.groups for index, i in enumerate(g.leaves) if index not in g.copies]
     _check(sorted(indices) == [*range(len(leaves))], "a leaf is in no group, or in several")
     files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
@@ -323,12 +329,12 @@ def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
 def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any) -> LeafGroup:
     split, at, copies = (*more, *[()] * (3 - len(more)))
     group = LeafGroup(
-        tuple(map(_int, members)),
-        tuple(map(_text, axes)),
-        _int(shard),
-        tuple([Split(_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
-        tuple([(_text(axis), _int(coordinate)) for axis, coordinate in at]),
-        tuple(map(_int, copies)),
+        leaves=tuple(map(_int, members)),
+        axes=tuple(map(_text, axes)),
+        shard_numel=_int(shard),
+        split=tuple([Split(_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
+        coordinates=tuple([(_text(axis), _int(coordinate)) for axis, coordinate in at]),
+        copies=tuple(map(_int, copies)),
     )
     names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.coordinates]]
     _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is sharded along an unknown axis")

@@ -139,7 +139,9 @@ def save(
         >>> fzero.load(folder, like={"w": torch.zeros(3), "step": 0})
         {'w': tensor([0., 1., 2.]), 'step': 7}
     """
-    return start_save(files_at(path), values, mesh, background, timeout, Staging())
+    return start_save(
+        files=files_at(path), values=values, mesh=mesh, background=background, timeout=timeout, staging=Staging()
+    )
 
 
 def start_save(
@@ -167,7 +169,11 @@ def start_save(
     if background:  # a rank without enough memory must not leave the others waiting
         ranges = all_or_none("save", lambda: _stage(ranges, staging), mesh)
     # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
-    return SaveHandle(files.path, _SaveRun(files, local.layout, ranges, channel, on_commit).run, background)
+    return SaveHandle(
+        files.path,
+        _SaveRun(files=files, layout=local.layout, ranges=ranges, channel=channel, on_commit=on_commit).run,
+        background,
+    )
 
 
 def _check_values(local: LocalTree) -> None:

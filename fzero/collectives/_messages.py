@@ -30,7 +30,7 @@ _TAGS = 1 << 29
 def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingMessages:
     """Start to send a tensor to rank `to` of an axis. Do not write into the tensor before the wait for the message."""
     x = x.detach().contiguous()
-    _record.add("send", binding, x.numel(), x.numel(), x.dtype, "")
+    _record.add(kind="send", binding=binding, numel_in=x.numel(), numel_out=x.numel(), dtype=x.dtype, unit="")
     if is_lockstep(binding.group):
         lockstep.send(binding.group, binding.rank, to, tag, x)
         return PendingMessages([], lambda: x)

@@ -121,4 +121,4 @@ def add(
     }
     elements = full.get(kind, numel_in) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
-        log.events.append(Event(kind, binding.axis, elements, dtype, unit))
+        log.events.append(Event(kind=kind, axis=binding.axis, elements=elements, dtype=dtype, unit=unit))

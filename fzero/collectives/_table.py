@@ -52,7 +52,7 @@ __all__ = [
 
 _SINGLE_RANK = "alone"
 """The group of `NO_AXIS`: an axis of one rank, outside the mesh, for maps that run over no axis."""
-NO_AXIS = Axis("", 1, _SINGLE_RANK, 0, torch.zeros((), dtype=torch.int64, device="cpu"))
+NO_AXIS = Axis("", size=1, group=_SINGLE_RANK, rank=0, token=torch.zeros((), dtype=torch.int64, device="cpu"))
 
 
 class NoOptions(NamedTuple):
@@ -228,7 +228,7 @@ class _ApplyLinearMap(torch.autograd.Function):
         if is_lockstep(group) and (row.operation.kind or row.input is not VARYING):
             return _rendezvous(row, binding, options, xs)
         ys = _call_local(row, binding, options, xs)
-        _record_call(row, binding, options, xs[0], _numel(xs), _numel(ys))
+        _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=_numel(ys))
         return ys
 
     @staticmethod
@@ -265,7 +265,7 @@ class _ApplyLinearMap(torch.autograd.Function):
         else:
             ys = tuple(row.operation.uniform(n, options, xs))
             received = _numel(ys) if row.is_replicated else _numel(ys) // n
-            _record_call(row, binding, options, xs[0], _numel(xs), received)
+            _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=received)
         return ys, (None if row.is_replicated else 0,) * len(ys)
 
 
@@ -301,7 +301,7 @@ def apply_stacked(
     row = _ROWS[name]
     ys = tuple(row.operation.all_ranks(n, options, xs))
     received = _numel(ys) if row.is_replicated else _numel(ys) // n
-    _record_call(row, binding, options, xs[0], _numel(xs) // n, received)
+    _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs) // n, numel_out=received)
     return ys
 
 
@@ -327,7 +327,7 @@ def _rendezvous(row: LinearMap, binding: Binding, options: _Options, xs: Tensors
         ys = row.operation.all_ranks(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
             received = _numel(ys) if row.is_replicated else _numel(ys) // len(ranks)
-            _record_call(row, binding, options, xs[0], _numel(xs), received)
+            _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=received)
         # copies, so that no rank writes into another rank's result
         return [tuple([(y if row.is_replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
@@ -338,7 +338,9 @@ def _record_call(
     row: LinearMap, binding: Binding, options: Any, x: torch.Tensor, numel_in: int, numel_out: int
 ) -> None:
     """Record the collective of a row. Each rank sends `numel_in` elements, and gets `numel_out`."""
-    _record.add(row.operation.kind, binding, numel_in, numel_out, row.wire_dtype(options, x), row.unit(options))
+    _record.add(
+        row.operation.kind, binding, numel_in, numel_out, dtype=row.wire_dtype(options, x), unit=row.unit(options)
+    )
 
 
 def _differs_message(name: str, axis: str) -> str:

@@ -78,7 +78,17 @@ def batches(
             "repeat the data set (torch.utils.data.ConcatDataset)"
         )
     check_padding(pad, dataset, global_batch)
-    return Batches(dataset, mesh, global_batch, seed, shuffle, axis, collate, pad, loader)
+    return Batches(
+        dataset=dataset,
+        mesh=mesh,
+        global_batch=global_batch,
+        seed=seed,
+        shuffle=shuffle,
+        axis=axis,
+        collate=collate,
+        pad=pad,
+        loader=loader,
+    )
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,15 @@ class Batches:
             raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
         target = BatchTarget(self.mesh, self.axis)
         return enumerate(
-            load_batches(self.dataset, self._from(start, stop), target, self.collate, self.pad, self.loader), start
+            load_batches(
+                self.dataset,
+                indices=self._from(start, stop),
+                target=target,
+                collate=self.collate,
+                pad=self.pad,
+                options=self.loader,
+            ),
+            start,
         )
 
     def _from(self, start: int, stop: int | None) -> Iterator[list[int]]:

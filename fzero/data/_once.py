@@ -94,4 +94,8 @@ def once(
     starts = range(0, length, global_batch)
     indices = ([min(i, length - 1) for i in range(start, start + global_batch)] for start in starts)
     rows = (torch.tensor(min(global_batch, length - start), device="cpu") for start in starts)
-    return zip(load_batches(dataset, indices, BatchTarget(mesh, axis), collate, pad, loader), rows, strict=True)
+    return zip(
+        load_batches(dataset, indices, target=BatchTarget(mesh, axis), collate=collate, pad=pad, options=loader),
+        rows,
+        strict=True,
+    )

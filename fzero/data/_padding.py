@@ -78,7 +78,13 @@ def padding(
             f"example {longest} has {sizes[longest]} tokens, and the longest of buckets={list(choice)} is "
             f"{choice[-1]}: give a longer one, or truncate the example"
         )
-    return Padding(tuple(sizes), choice, global_batch, dict(_FILL if fill is None else fill), mask)
+    return Padding(
+        lengths=tuple(sizes),
+        buckets=choice,
+        global_batch=global_batch,
+        fill=dict(_FILL if fill is None else fill),
+        mask=mask,
+    )
 
 
 @dataclass(frozen=True)

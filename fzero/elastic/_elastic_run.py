@@ -226,7 +226,12 @@ def run(
     data_axes = tuple(axes) if axis is None else _axis_tuple(axis)
     world = None if simulate else find_world()
     alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
-    shape = choose_shape(alive, ShapeRequest(axes, data_axes, global_batch, micro_batch or 1, min_ranks))
+    shape = choose_shape(
+        alive,
+        ShapeRequest(
+            axes=axes, data_axes=data_axes, global_batch=global_batch, micro_batch=micro_batch or 1, min_ranks=min_ranks
+        ),
+    )
     used_ranks, call_number = math.prod(shape.values()), next(_CALLS)
     if world is not None and used_ranks < world.size:
         _leave_spares(world, used_ranks, lambda mesh: checkpoints(root, mesh, memory=memory), timeout)
@@ -237,7 +242,19 @@ def run(
     mesh = make_mesh(simulate=simulate, timeout=timeout, **sizes)
     _warn_of_no_restarts(world)
     plan = _batch_plan(mesh, data_axes, global_batch, micro_batch)
-    result = _train(ElasticRun(root, mesh, steps, plan, copy_every, save_every, memory, copies), train)
+    result = _train(
+        ElasticRun(
+            root=root,
+            mesh=mesh,
+            steps=steps,
+            plan=plan,
+            copy_every=copy_every,
+            save_every=save_every,
+            memory=memory,
+            copies=copies,
+        ),
+        train,
+    )
     if world is not None and used_ranks < world.size and mesh.rank == 0:
         _end_spares(world, call_number)
     return result

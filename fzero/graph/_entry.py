@@ -155,7 +155,11 @@ class Entry:
         with _torch.without_autocast():  # the graph holds the casts of the trace
             if self.executable is None:
                 options = LoweringOptions(
-                    self.options.step.mesh, self.options.strict, lengths, shapes_of(tensors), not self.is_traced
+                    mesh=self.options.step.mesh,
+                    strict=self.options.strict,
+                    lengths=lengths,
+                    shapes=shapes_of(tensors),
+                    alone=not self.is_traced,
                 )
                 self.executable = self._recorded(lower(self.best.graph, self.options.backend, options), arguments)
             out = self._run_graph(self.executable, [*inputs, *captured], tensors)

@@ -126,7 +126,13 @@ def jit(
     if strict and backend == "auto":
         raise ValueError('strict=True: backend="auto" compiles while the step runs, and cannot raise; use "inductor"')
     schedule_options = ScheduleOptions(
-        prefetch, in_flight, bucket_bytes, max_reuse_bytes, memory_budget, recompute, recast
+        prefetch=prefetch,
+        in_flight=in_flight,
+        bucket_bytes=bucket_bytes,
+        max_reuse_bytes=max_reuse_bytes,
+        memory_budget=memory_budget,
+        recompute=recompute,
+        recast=recast,
     )
     folder = None if dump is None else make_folder(dump)
     options = JitOptions(

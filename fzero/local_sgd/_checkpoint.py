@@ -69,7 +69,13 @@ def load_replicas(
             )
         trees.append((own["params"], own["opt_state"]))
     inner = Replicas(tuple([s for _, s in trees]))
-    loaded = LocalState(count, inner, shared["anchor"], tuple(shared["outer"]), tuple(shared["sent"]))
+    loaded = LocalState(
+        count=count,
+        inner=inner,
+        anchor=shared["anchor"],
+        outer_states=tuple(shared["outer"]),
+        pending_sums=tuple(shared["sent"]),
+    )
     return Replicas(tuple([p for p, _ in trees])), loaded
 
 

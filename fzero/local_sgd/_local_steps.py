@@ -78,7 +78,9 @@ class LocalSteps:
         copies = [own_memory((first, first_state)) for _ in self.groups.replica_indices[1:]]
         trees = [(first, first_state), *copies]
         inner_state = Replicas(tuple([s for _, s in trees]))
-        return Replicas(tuple([p for p, _ in trees])), LocalState(0, inner_state, anchor, outer, (None,) * len(parts))
+        return Replicas(tuple([p for p, _ in trees])), LocalState(
+            count=0, inner=inner_state, anchor=anchor, outer_states=outer, pending_sums=(None,) * len(parts)
+        )
 
     def __call__(self, params: Replicas, state: LocalState, *args: Any, **kwargs: Any) -> Any:
         """Run one step on each replica, and average the parts that are due.
@@ -180,7 +182,12 @@ class LocalSteps:
                 sums[i] = self.outer_step.start_average(parts[i], anchor, params, states)
             for i in to_apply:
                 anchor, outer_states[i] = self.outer_step.apply_average(
-                    parts[i], anchor, outer_states[i], sums[i], params, states
+                    part=parts[i],
+                    anchor=anchor,
+                    state=outer_states[i],
+                    pending_sum=sums[i],
+                    params=params,
+                    states=states,
                 )
                 sums[i] = None
         return replace(state, anchor=anchor, outer_states=tuple(outer_states), pending_sums=tuple(sums))
@@ -328,7 +335,12 @@ def local_steps(
     replica_step = step_on_all_ranks.on_mesh(groups.inner_mesh)
     inner = step.with_options(replica_step) if isinstance(step, Jitted) else replica_step
     schedule = SyncSchedule(every, parts, delay)
-    return LocalSteps(inner, groups, schedule, OuterStep(step_on_all_ranks, groups, optimizer, float(mix), codec))
+    return LocalSteps(
+        inner,
+        groups,
+        schedule,
+        OuterStep(step=step_on_all_ranks, groups=groups, optimizer=optimizer, mix=float(mix), codec=codec),
+    )
 
 
 def _sharded_step(step: Any) -> ShardedStep:

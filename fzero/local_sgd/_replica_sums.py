@@ -87,6 +87,15 @@ def _units(values: Any, codec: Codec) -> Iterator[tuple[int, torch.Tensor]]:
         spec_id = (
             entry.spec_id
             if isinstance(entry, Shard)
-            else intern_parts(path, (), (path,), (tuple(x.shape),), x.dtype, "each", (), axis_names())
+            else intern_parts(
+                unit=path,
+                sharded_over=(),
+                paths=(path,),
+                shapes=(tuple(x.shape),),
+                dtype=x.dtype,
+                reduce_grads="each",
+                split=(),
+                bound=axis_names(),
+            )
         )
         yield with_cast(spec_id, torch.float32, torch.float32, codec.key, codec.key), x

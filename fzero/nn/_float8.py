@@ -62,7 +62,11 @@ def float8_linear(
     _check(x, weight, bias, scaling)
     gradient = torch.float8_e5m2 if scaling == "tensorwise" else _VALUE_DTYPE
     rows = x.reshape(-1, x.shape[-1])
-    y = _product(_Recipe(_VALUE_DTYPE, _VALUE_DTYPE, gradient, scaling == "rowwise", True), rows, weight)
+    y = _product(
+        _Recipe(a=_VALUE_DTYPE, b=_VALUE_DTYPE, gradient=gradient, is_rowwise=scaling == "rowwise", adds_fast=True),
+        rows,
+        weight,
+    )
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
@@ -106,7 +110,9 @@ class _Recipe(NamedTuple):
 
     def of_gradient(self) -> "_Recipe":
         """Return how a gradient and a value are rounded: never two gradients, for which cards have no product."""
-        return _Recipe(self.gradient, _VALUE_DTYPE, self.gradient, self.is_rowwise, False)
+        return _Recipe(
+            a=self.gradient, b=_VALUE_DTYPE, gradient=self.gradient, is_rowwise=self.is_rowwise, adds_fast=False
+        )
 
 
 class _ScaledOperand(NamedTuple):
@@ -170,7 +176,14 @@ class _Product(torch.autograd.Function):
         n, rest = len(b), -len(b) % SIZE_MULTIPLE
         if rest and b_scale.ndim:
             b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, rest))
-        y = scaled_mm(_padded(a_codes), _padded(b_codes, rest), a_scale, b_scale, a.dtype, recipe.adds_fast)
+        y = scaled_mm(
+            a=_padded(a_codes),
+            b=_padded(b_codes, rest),
+            scale_a=a_scale,
+            scale_b=b_scale,
+            dtype=a.dtype,
+            fast=recipe.adds_fast,
+        )
         return y[:, :n] if rest else y
 
     @staticmethod

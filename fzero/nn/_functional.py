@@ -126,8 +126,15 @@ def functional(
     if context_axis is not None:
         install_context(copied, context_axis)
     blocks = remat_blocks(copied, None if remat is True else remat, mutable) if remat else ()
-    names = frozenset(params), frozenset(buffers_and_frozen)
-    apply = Apply(copied, *names, mutable, blocks, tp, tuple(ignore_writes))
+    apply = Apply(
+        module=copied,
+        param_names=frozenset(params),
+        buffer_names=frozenset(buffers_and_frozen),
+        mutable_names=mutable,
+        blocks=blocks,
+        tp=tp,
+        ignore_writes=tuple(ignore_writes),
+    )
     return Functional(apply, params, buffers_and_frozen)
 
 

@@ -37,7 +37,14 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
     use_differentiable(module)
     blocks = remat_blocks(module, None, mutable) if repeated_blocks(module) else ()
     buffers_and_frozen = {**buffers, **frozen}
-    apply = Apply(module, frozenset(params), frozenset(buffers_and_frozen), mutable, blocks, is_own=True)
+    apply = Apply(
+        module=module,
+        param_names=frozenset(params),
+        buffer_names=frozenset(buffers_and_frozen),
+        mutable_names=mutable,
+        blocks=blocks,
+        is_own=True,
+    )
     return Functional(apply, params, buffers_and_frozen)
 
 

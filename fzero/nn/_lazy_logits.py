@@ -192,7 +192,9 @@ def _cross_entropy(
     if input.ndim > 2:  # there the classes are dimension 1
         raise input._error(f"cross_entropy of {list(input.shape)}")
     options = LossOptions(ignore_index, reduction, label_smoothing, axis=input.axis)
-    return cross_entropy_of_head(input.hidden, input.weight, target, input.bias, input.maps, options)
+    return cross_entropy_of_head(
+        input.hidden, input.weight, labels=target, bias=input.bias, maps=input.maps, options=options
+    )
 
 
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {torch.tanh: _LazyLogits.tanh, F.cross_entropy: _cross_entropy}
@@ -238,7 +240,9 @@ def install_lazy_logits(copied: torch.nn.Module, path: str, tp: Layers | None = 
 def _lazy_head(model: str, head: Any, axis: str | None, classes: int, input: torch.Tensor) -> _LazyLogits:
     """Take the place of a head's forward pass."""
     dtype = torch.promote_types(input.dtype, head.weight.dtype)
-    return _LazyLogits(model, input, head.weight, head.bias, axis, classes, dtype)
+    return _LazyLogits(
+        model=model, hidden=input, weight=head.weight, bias=head.bias, axis=axis, classes=classes, dtype=dtype
+    )
 
 
 def _with_check(run: Callable[..., Any], model: str) -> Callable[..., Any]:

@@ -93,7 +93,14 @@ def linear_cross_entropy(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
     maps: tuple[LogitMap, ...] = () if softcap is None else (partial(_cap, softcap),)
-    options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, axis, chunk)
+    options = LossOptions(
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        axis=axis,
+        chunk=chunk,
+    )
     return cross_entropy_of_head(hidden, weight, labels, bias, maps, options)
 
 
@@ -126,7 +133,17 @@ def cross_entropy_of_head(
         log_sum, target, total = _over_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
     classes = len(weight) * axis_size(bound)
-    return loss_of_sums(log_sum, target, total, labels, classes, ignore_index, reduction, label_smoothing, penalty)
+    return loss_of_sums(
+        log_sum,
+        target,
+        total,
+        targets=labels,
+        classes=classes,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        penalty=penalty,
+    )
 
 
 def _check(

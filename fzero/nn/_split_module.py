@@ -150,7 +150,15 @@ class _SplitModule:
         if isinstance(index, int):
             return self._run_block(index, params, self.block_constants[index], x, arguments[index])
         index = DynamicIndex(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
-        return run_dynamic_block(self._run_block, self._cache.calls, params, self.block_constants, x, arguments, index)
+        return run_dynamic_block(
+            run=self._run_block,
+            cache=self._cache.calls,
+            params=params,
+            constants=self.block_constants,
+            x=x,
+            arguments=arguments,
+            index=index,
+        )
 
     def last(self, rest: NamedTensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, given the output `x` of its last block."""

@@ -66,7 +66,9 @@ def _bars(spans: Sequence[Span]) -> Iterator[_Bar]:
                 group_spans = [span for _, span in group]
                 inner = next((name for name in reversed(names[1 : rows - 2]) if name), "")
                 seconds = sum([s.seconds for s in group_spans])
-                yield _Bar(row, names, group_spans[0].start, seconds, _without_numbers(inner))
+                yield _Bar(
+                    row=row, names=names, start=group_spans[0].start, seconds=seconds, function=_without_numbers(inner)
+                )
 
 
 def _row_names(spans: Sequence[Span]) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def spans(file: str, function: str) -> Iterator[list[Span]]:
         phase = "backward" if site.backward else "forward" if site.forward else ""
         stack = forward_stacks.get(site.sequence_number, ()) if site.backward else stacks.current()
         forward_stacks.setdefault(site.sequence_number, stack)
-        timed.append(TimedOperation(operation.name, site.line, phase, seconds, stack))
+        timed.append(TimedOperation(operation.name, line=site.line, phase=phase, seconds=seconds, stack=stack))
 
     with record_operations(timed.append), record_node_lines(), watch_operations(before, after):
         yield results
@@ -138,7 +138,17 @@ def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
     results = list[Span]()
     for i, r in enumerate(operations):
         phase = "forward" if not backward or i < backward[0] else "update" if i > backward[-1] else "backward"
-        results.append(Span(r.name, r.line, _function_at(r.line), r.phase or phase, start, r.seconds, r.stack))
+        results.append(
+            Span(
+                r.name,
+                line=r.line,
+                function=_function_at(r.line),
+                phase=r.phase or phase,
+                start=start,
+                seconds=r.seconds,
+                stack=r.stack,
+            )
+        )
         start += r.seconds
     return results
 
@@ -150,12 +160,12 @@ def by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
         sums.setdefault(span.line, []).append(span)
     costs = [
         LineCost(
-            line,
-            group[0].function,
-            _code(line),
-            sum([s.seconds for s in group]),
-            sum([s.seconds for s in group if s.phase == "backward"]),
-            len(group),
+            line=line,
+            function=group[0].function,
+            code=_code(line),
+            seconds=sum([s.seconds for s in group]),
+            backward_seconds=sum([s.seconds for s in group if s.phase == "backward"]),
+            calls=len(group),
         )
         for line, group in sums.items()
     ]

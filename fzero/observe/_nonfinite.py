@@ -116,7 +116,16 @@ class Origin:
         if origin is None:
             return None
         o = origin
-        return Origin(o.ranks, o.leaf, o.operation, o.value, o.inputs, o.line, o.code, o.backward)
+        return Origin(
+            ranks=o.ranks,
+            leaf=o.leaf,
+            operation=o.operation,
+            value=o.value,
+            inputs=o.inputs,
+            line=o.line,
+            code=o.code,
+            backward=o.backward,
+        )
 
     def lines(self, size: int) -> list[str]:
         """Return the origin as lines of text, for a mesh of `size` ranks."""
@@ -229,7 +238,13 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
         results = tuple(dict.fromkeys([r.path for g in graphs for r in g.results]))
         explanation = explain(graphs)
         size = 1 if mesh is None else mesh.size
-        return Nonfinite(inner.name, size, results, Origin.of(explanation.origin), Origin.of(explanation.nan_origin))
+        return Nonfinite(
+            inner.name,
+            size=size,
+            results=results,
+            origin=Origin.of(explanation.origin),
+            nan_origin=Origin.of(explanation.nan_origin),
+        )
 
     return find
 

@@ -206,7 +206,14 @@ def profile(
     f = getattr(step, "train_step", step)  # a sharded step is named after its function
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
     one_by_one()  # warm up: a first run takes longer
-    return Profile(name, seconds, profiled, _by_kind(operations, profiled), operations, one_by_one())
+    return Profile(
+        name,
+        seconds=seconds,
+        profiled_seconds=profiled,
+        kinds=_by_kind(operations, profiled),
+        operations=operations,
+        spans=one_by_one(),
+    )
 
 
 def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
@@ -259,7 +266,10 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
     # a user's record_function is no operation: its own time is the time between the operations within
     user_marks = {e.name for e in events if e.is_user_annotation and _operation_kind(e.name) in ("compute", "copies")}
     kinds = {name: "Python" if name in user_marks else _operation_kind(name) for name in sums_by_name}
-    costs = [Cost(name, kinds[name], s, calls, device) for name, (s, calls, device) in sums_by_name.items()]
+    costs = [
+        Cost(name, kind=kinds[name], seconds=s, calls=calls, device_seconds=device)
+        for name, (s, calls, device) in sums_by_name.items()
+    ]
     seconds = sum([end - start for start, end in spans]) / 1e6 / steps
     return seconds, tuple(
         sorted([c for c in costs if c.name != _MARK], key=lambda c: -max(c.seconds, c.device_seconds))
@@ -271,7 +281,7 @@ def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     for kind in _KINDS[:-1]:
         costs = [c for c in operations if c.kind == kind]
         calls, device = sum([c.calls for c in costs]), sum([c.device_seconds for c in costs])
-        kinds.append(Cost(kind, kind, sum([c.seconds for c in costs]), calls, device))
+        kinds.append(Cost(kind, kind=kind, seconds=sum([c.seconds for c in costs]), calls=calls, device_seconds=device))
     rest = seconds - sum([c.seconds for c in kinds])
     return (*kinds, Cost("Python", "Python", rest, 0.0))
 

@@ -174,11 +174,11 @@ def _leaf_ranges(shapes: Sequence[_Shape]) -> list[_LeafRange]:
         rows, columns = math.prod(_row_shape(shape)), math.prod(_column_shape(shape) or (0,))
         if len(shape) > 1:
             width, area = max(shape[-1], 1), max(shape[-2] * shape[-1], 1)
-            ranges.append(_LeafRange(offset, width, area, start, start + rows))
+            ranges.append(_LeafRange(offset=offset, width=width, area=area, rows=start, columns=start + rows))
         else:
-            ranges.append(_LeafRange(offset, 1, 1, start, end))
+            ranges.append(_LeafRange(offset=offset, width=1, area=1, rows=start, columns=end))
         offset, start = offset + math.prod(shape), start + rows + columns
-    return [*ranges, _LeafRange(0, 1, 1, end, end)]
+    return [*ranges, _LeafRange(offset=0, width=1, area=1, rows=end, columns=end)]
 
 
 def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,7 +96,14 @@ def adamw(
             raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
         if policy is not None:
             decay = None if is_zero(weight_decay) else rate * weight_decay
-            return _update_by_unit(grads, state, params, mask, policy, _AdamHyperparams(b1, b2, eps, rate, decay))
+            return _update_by_unit(
+                grads,
+                state,
+                params,
+                mask,
+                policy,
+                hyperparams=_AdamHyperparams(b1=b1, b2=b2, eps=eps, rate=rate, decay=decay),
+            )
         (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
         updates = tree.elementwise(lambda m, v: _direction(m, v, -rate * r1, r2, eps).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
@@ -145,7 +152,14 @@ def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, mome
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         if policy is not None:
-            return _update_by_unit(grads, state, None, None, policy, _AdamHyperparams(b1, b2, eps, -1.0, None))
+            return _update_by_unit(
+                grads,
+                state,
+                params=None,
+                mask=None,
+                policy=policy,
+                hyperparams=_AdamHyperparams(b1=b1, b2=b2, eps=eps, rate=-1.0, decay=None),
+            )
         state, r1, r2 = _moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -288,7 +288,14 @@ def _unit(position: int, grad: Shard, moments: list[_Stored], rest: Sequence[Any
     check_on_device(grad, "an 8-bit moment")
     blocks = map_of_blocks(grad.spec_id, moments[0].scales.spec_id, grad.device)
     scales = blocks.gather([m.scales for m in moments])
-    return _Unit(position, grad, moments, [x.data if is_box(x) else x for x in rest], blocks, scales)
+    return _Unit(
+        position=position,
+        grad=grad,
+        moments=moments,
+        rest=[x.data if is_box(x) else x for x in rest],
+        blocks=blocks,
+        scales=scales,
+    )
 
 
 def _maxima_at_borders(f: Any, units: Sequence[_Unit]) -> list[torch.Tensor | None]:

@@ -153,7 +153,7 @@ def _matrices(unit: int, spec_id: int, indices: set[int]) -> list[Matrix]:
         split = [(s.axis, s.dims[index] - len(shape)) for s in spec.split if s.dims[index] >= len(shape) - 2]
         first = spec.offsets[index]
         starts = range(first, first + size, rows * columns)
-        matrices += [Matrix(unit, start, rows, columns, tuple(split)) for start in starts]
+        matrices += [Matrix(unit=unit, start=start, rows=rows, columns=columns, split=tuple(split)) for start in starts]
     return matrices
 
 

@@ -304,7 +304,16 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
         else:
             shape = tuple([int(n) for n in x.shape])
             dtype = x.dtype if precision is None else precision.dtype_of(path, x)
-            spec_id = intern_parts(path, (), (path,), (shape,), dtype, "each", (), axis_names())
+            spec_id = intern_parts(
+                unit=path,
+                sharded_over=(),
+                paths=(path,),
+                shapes=(shape,),
+                dtype=dtype,
+                reduce_grads="each",
+                split=(),
+                bound=axis_names(),
+            )
             unit_leaves.append(_UnitLeaf(spec_id, 0, True, shape))
             visited[tree.identity(x)] = _UnitLeaf(spec_id, 0, True, shape)
     return unit_leaves

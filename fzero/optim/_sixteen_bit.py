@@ -107,11 +107,11 @@ def map_sixteen_bit(
     for path, g, *others in zip(paths, entries, *columns, strict=True):
         values, full, other = others[: len(parts) : 2], others[1 : len(parts) : 2], others[len(parts) :]
         if isinstance(g, Shard):
-            rows.append(_update_unit(f, moments[0].key, g, values, full, other))
+            rows.append(_update_unit(f, moments[0].key, g, values, full, rest=other))
         elif isinstance(g, torch.Tensor):
             identity = tuple([tree.identity(x) for x in (g, *others)])
             if identity not in leaves:
-                leaves[identity] = _update_leaf(f, moments[0].key, path, g, values, full, other)
+                leaves[identity] = _update_leaf(f, moments[0].key, path, g, values, full, rest=other)
             rows.append(leaves[identity])
         else:  # of a slot, or None
             rows.append([None if g is None else x for x in (g, *others[: len(parts)])])

@@ -243,7 +243,14 @@ def make_engine(
     in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.others)
     loss_scale = precision is not None and precision.param is torch.float16
     train_step = LoopStep(
-        in_step, loss, optimizer_groups, mesh.size, options.clip, precision, loss_scale, backend is None
+        models=in_step,
+        loss=loss,
+        optimizer_groups=optimizer_groups,
+        ranks=mesh.size,
+        clip=options.clip,
+        precision=precision,
+        loss_scale=loss_scale,
+        autograd=backend is None,
     )
     step = shard(train_step, stage=options.stage, mesh=mesh)
     rates = [0.0] * len(optimizer_groups.names) if opt is None else optimizer_groups.rates(opt)
@@ -264,7 +271,15 @@ def make_engine(
         guard(module)
     if opt is not None:
         hold_stand_ins(opt, optimizer_groups, models.apply.module)
-    return Engine(step, backend, models, params, opt_state, state, precision is not None)
+    return Engine(
+        step=step,
+        backend=backend,
+        models=models,
+        params=params,
+        opt_state=opt_state,
+        state=state,
+        keeps_masters=precision is not None,
+    )
 
 
 def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:

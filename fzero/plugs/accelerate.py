@@ -138,11 +138,11 @@ def shard_loop(
     precision = half_precision(model, halves.get(str(accelerator.mixed_precision)))
     engine = make_engine(
         model,
-        [],
-        lambda model, one: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
-        groups,
-        optimizer,
-        EngineOptions(
+        others=[],
+        loss=lambda model, one: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
+        optimizer_groups=groups,
+        opt=optimizer,
+        options=EngineOptions(
             stage=stage,
             mesh=make_mesh(dp=-1, device=accelerator.device.type, simulate="lockstep" if is_lockstep else None),
             backend=backend,

@@ -97,12 +97,12 @@ class Strategy(Processes):
         opt, groups = self._optimizer(trainer) if is_fitting else (None, ParamGroups.without_updates(module))
         self._precision = half_precision(module, mixed_dtype(self.precision_plugin))
         self._engine = make_engine(
-            module,
-            [],
-            self._loss,
-            groups,
-            opt,
-            EngineOptions(
+            model=module,
+            others=[],
+            loss=self._loss,
+            optimizer_groups=groups,
+            opt=opt,
+            options=EngineOptions(
                 stage=self.stage,
                 mesh=self._mesh(),
                 backend=None,

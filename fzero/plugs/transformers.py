@@ -140,12 +140,12 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     args = trainer.args
     precision = half_precision(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
     engine = make_engine(
-        model.train(),
-        list(others.values()),
-        functools.partial(_loss, trainer),
-        param_groups(opt, model, source),
-        opt,
-        EngineOptions(
+        model=model.train(),
+        others=list(others.values()),
+        loss=functools.partial(_loss, trainer),
+        optimizer_groups=param_groups(opt, model, source),
+        opt=opt,
+        options=EngineOptions(
             stage=stage,
             mesh=mesh,
             backend=backend,

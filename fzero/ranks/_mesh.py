@@ -234,7 +234,13 @@ class Mesh:
     def bound_axes(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """List this process's axes, and the joint axes that stand for several."""
         single = [
-            Axis(name, size, self.device_mesh.get_group(name).group_name, i, torch.tensor(i, device="cpu"))
+            Axis(
+                name,
+                size=size,
+                group=self.device_mesh.get_group(name).group_name,
+                rank=i,
+                token=torch.tensor(i, device="cpu"),
+            )
             for (name, size), i in zip(self.shape, [self.index(name) for name in self.axis_names], strict=True)
         ]
         products = []
@@ -242,7 +248,15 @@ class Mesh:
         for name, group in self.joint:
             names = tuple(name.split(","))
             i = self.index(names)
-            products.append(Axis(name, math.prod([sizes[n] for n in names]), group, i, torch.tensor(i, device="cpu")))
+            products.append(
+                Axis(
+                    name,
+                    size=math.prod([sizes[n] for n in names]),
+                    group=group,
+                    rank=i,
+                    token=torch.tensor(i, device="cpu"),
+                )
+            )
         return tuple(single), tuple(products)
 
     def groups(self) -> dict[str, str]:

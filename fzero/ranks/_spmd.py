@@ -115,7 +115,9 @@ class Spmd:
         result: list[Any] = []  # a vmap returns tensors only
 
         def rank(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> tuple[list[Any], ...]:
-            bound = tuple([Axis(name, n, "", 0, t) for (name, n), t in zip(shape, tokens, strict=True)])
+            bound = tuple(
+                [Axis(name, size=n, group="", rank=0, token=t) for (name, n), t in zip(shape, tokens, strict=True)]
+            )
             out = self._call(bound, (), tree.unflatten(structure, list(leaves)))
             paths, out_leaves, out_structure = tree.flatten_with_paths(out)
             out_axes = axes_of(out, names)

@@ -208,7 +208,14 @@ def map_of_blocks(spec_id: int, scales_id: int, device: torch.device) -> BlockMa
     starts = (offset + (blocks - first) * size - rank * k).clamp(0, k)
     is_mixed = len({row[1] for row in rows[:-1]}) > 1
     last = first_and_last[:, 1] - first_and_last[:, 0]
-    return BlockMap(spec_id, scales_id, blocks, starts, size == 1 if is_mixed else None, last)
+    return BlockMap(
+        spec_id=spec_id,
+        scales_id=scales_id,
+        blocks=blocks,
+        starts=starts,
+        single=size == 1 if is_mixed else None,
+        last=last,
+    )
 
 
 def _leaf_rows(spec_id: int, scales_id: int) -> list[tuple[int, int, int]]:

@@ -257,7 +257,20 @@ def intern_parts(
     bound: tuple[str, ...],
 ) -> int:
     """Return the spec_id of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(Spec(unit, sharded_over, paths, shapes, dtype, reduce_grads, split), bound))
+    return intern(
+        _ordered(
+            Spec(
+                unit=unit,
+                sharded_over=sharded_over,
+                paths=paths,
+                shapes=shapes,
+                dtype=dtype,
+                reduce_grads=reduce_grads,
+                split=split,
+            ),
+            bound,
+        )
+    )
 
 
 def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:

@@ -104,7 +104,7 @@ def assign_units(
         split[position] = _split_of(path, leaf, rules)
         if not leaf.is_floating_point():
             continue
-        key = _key_of(path, leaf, split[position], axes, rules, rest)
+        key = _key_of(path, leaf, split=split[position], axes=axes, rules=rules, rest=rest)
         if key is not None:
             members.setdefault(key, []).append(position)
     if rules.units is None:
@@ -112,7 +112,10 @@ def assign_units(
     # identity of a leaf -> its unit, and index there
     owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
-    units = {key: _unit(key, axes, paths, leaves, at, split, stacks, reduce_grads) for key, at in members.items()}
+    units = {
+        key: _unit(key, axes, paths, leaves, positions=at, split=split, stacks=stacks, reduce_grads=reduce_grads)
+        for key, at in members.items()
+    }
     owners = [owner.get(tree.identity(x)) for x in leaves]
     entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, owners, strict=True)]
     return _UnitAssignment(entries, list(units.values()), structure)
@@ -178,7 +181,11 @@ def _key_of(
     # A split unit is at first sharded over no axis, and later over some. Leaves whose later axes differ need two units.
     later_axes = shard_axes(path, leaf, bound_axes(), rules, tuple(split)) if split else ()
     dtype = leaf.dtype if rules.dtype is None else rules.dtype(path, leaf)
-    return _UnitKey(name, dtype, over, tuple(split), later_axes) if name is not None and (over or split) else None
+    return (
+        _UnitKey(name, dtype=dtype, over=over, split=tuple(split), later_axes=later_axes)
+        if name is not None and (over or split)
+        else None
+    )
 
 
 def shard_axes(
@@ -213,19 +220,19 @@ def _unit(
     for name in key.split:
         parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, positions, strict=True)]
     spec_id = intern_parts(
-        key.name,
-        tuple([(a.name, a.size) for a in axes if a.name in key.over]),
-        tuple([paths[i] for i in positions]),
-        tuple([tuple([int(d) for d in x.shape]) for x in parts]),
-        key.dtype,
-        reduce_grads,
-        tuple(
+        unit=key.name,
+        sharded_over=tuple([(a.name, a.size) for a in axes if a.name in key.over]),
+        paths=tuple([paths[i] for i in positions]),
+        shapes=tuple([tuple([int(d) for d in x.shape]) for x in parts]),
+        dtype=key.dtype,
+        reduce_grads=reduce_grads,
+        split=tuple(
             [
                 Split(name, bound_axis(name).size, tuple([split[i][name] for i in positions]), stacks.get(name))
                 for name in key.split
             ]
         ),
-        axis_names(),
+        bound=axis_names(),
     )
     return _FullUnit(spec_id, parts, positions[0])
 

@@ -248,14 +248,31 @@ def _rounding(dtype: torch.dtype, precision: Precision | None) -> CodecKey | Non
 def _of_tensors(members: _Members, variables: list[torch.Tensor], precision: Precision | None) -> list[_GradientGroup]:
     """Return one group, or with a codec a group for each dtype: it rounds parameters of the policy's dtype alone."""
     if precision is None or precision.gather is None:
-        return [_GradientGroup(members, variables, [_grad_dtype(x.dtype, precision) for x in variables], (), None)]
+        return [
+            _GradientGroup(
+                members=members,
+                variables=variables,
+                dtypes=[_grad_dtype(x.dtype, precision) for x in variables],
+                copy_axes=(),
+                reduce_spec_id=None,
+            )
+        ]
     groups = []
     for dtype in dict.fromkeys([x.dtype for x in variables]):
         of_dtype = [i for i, x in enumerate(variables) if x.dtype == dtype]
         members_of_dtype = [(at, of_dtype.index(i)) for at, i in members if i in of_dtype]
         xs = [variables[i] for i in of_dtype]
         dtypes = [_grad_dtype(dtype, precision)] * len(xs)
-        groups.append(_GradientGroup(members_of_dtype, xs, dtypes, (), None, rounding=_rounding(dtype, precision)))
+        groups.append(
+            _GradientGroup(
+                members=members_of_dtype,
+                variables=xs,
+                dtypes=dtypes,
+                copy_axes=(),
+                reduce_spec_id=None,
+                rounding=_rounding(dtype, precision),
+            )
+        )
     return groups
 
 
@@ -276,9 +293,28 @@ def _of_shard(
     if micro_batches > 1 and traced_spec(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
         dtypes = [dtype] * len(leaves)
-        return _ShardGroup(members, leaves, dtypes, copy_axes, reduce_spec_id, spec_id, None, "full", rounding=key)
+        return _ShardGroup(
+            members=members,
+            variables=leaves,
+            dtypes=dtypes,
+            copy_axes=copy_axes,
+            reduce_spec_id=reduce_spec_id,
+            spec_id=spec_id,
+            origin=None,
+            form="full",
+            rounding=key,
+        )
     data, form = box.data.to(dtype), "shard" if gather else "box"
-    return _ShardGroup(members, [data], [dtype], copy_axes, reduce_spec_id, spec_id, box.origin, form)
+    return _ShardGroup(
+        members=members,
+        variables=[data],
+        dtypes=[dtype],
+        copy_axes=copy_axes,
+        reduce_spec_id=reduce_spec_id,
+        spec_id=spec_id,
+        origin=box.origin,
+        form=form,
+    )
 
 
 def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
@@ -287,7 +323,16 @@ def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGro
     variables: list[torch.Tensor] = [entries[i] for i in positions]
     copy_axes = [a for a in axes if box.axes is not None and a.name not in box.axes]
     members, dtypes = [(index, 0)], [x.dtype for x in variables]
-    return PerRankGroup(members, variables, dtypes, copy_axes, None, structure, indices, box.axes)
+    return PerRankGroup(
+        members=members,
+        variables=variables,
+        dtypes=dtypes,
+        copy_axes=copy_axes,
+        reduce_spec_id=None,
+        structure=structure,
+        indices=indices,
+        axes=box.axes,
+    )
 
 
 def _of_replicated(
@@ -303,7 +348,16 @@ def _of_replicated(
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
         key, spec_id = _rounding(traced_spec(unit.spec_id).dtype, precision), _reduce_spec_id(unit.spec_id, precision)
-        groups.append(_GradientGroup(members, unit.leaves, dtypes, axes, spec_id, rounding=key))
+        groups.append(
+            _GradientGroup(
+                members=members,
+                variables=unit.leaves,
+                dtypes=dtypes,
+                copy_axes=axes,
+                reduce_spec_id=spec_id,
+                rounding=key,
+            )
+        )
     return groups
 
 

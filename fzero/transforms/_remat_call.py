@@ -285,9 +285,16 @@ def flatten_call(
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.index_of(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
-    return BlockCall(block, save, stand_ins, differentiated, scope, tokens, _autocast_state(), uses_host), tuple(
-        distinct.tensors
-    )
+    return BlockCall(
+        block=block,
+        save=save,
+        arguments=stand_ins,
+        differentiated=differentiated,
+        scope=scope,
+        tokens=tokens,
+        autocast=_autocast_state(),
+        uses_host=uses_host,
+    ), tuple(distinct.tensors)
 
 
 # The steps of a derivation as data: a vjp, a jvp, or a map over a batch.

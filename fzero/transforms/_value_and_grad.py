@@ -263,7 +263,14 @@ def _open(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) ->
     axes = resolve_axes(options.axis)
     batch = find_micro_batches(args, options.nums, options.batch_argnums, options.micro_batches)
     arguments = {
-        i: open_argument(args[i], axes, f"argument {i}", options.micro_batches, options.gather, options.precision)
+        i: open_argument(
+            arg=args[i],
+            axes=axes,
+            name=f"argument {i}",
+            micro_batches=options.micro_batches,
+            gather=options.gather,
+            precision=options.precision,
+        )
         for i in options.nums
     }
     is_invariant = _is_differentiated_itself(arguments)
@@ -328,7 +335,15 @@ def _sum_micro_batches(
     is_looped = _is_a_loop(loss.batch, list(loss.arguments)) and all(
         torch.promote_types(x.dtype, d) == d for x, d in zip(variables, dtypes, strict=True)
     )
-    return accumulate(loss, variables, dtypes, loss.batch.count, is_looped, in_float32, autograd)
+    return accumulate(
+        loss_of=loss,
+        variables=variables,
+        dtypes=dtypes,
+        micro_batches=loss.batch.count,
+        is_looped=is_looped,
+        in_float32=in_float32,
+        autograd=autograd,
+    )
 
 
 def _report_unreached(name: str, arguments: dict[int, Any], axes: Sequence[Axis]) -> None:

@@ -65,7 +65,14 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
         s: ScheduleCost(*map(at, low.schedules[s], high.schedules[s])) for s in high.schedules if s in low.schedules
     }
     limits = {limit: max(seconds, 0.0) for limit, seconds in each(low.limits, high.limits).items()}
-    return PlanSummary(device_bytes, traffic_bytes, host_bytes, at(low.flops, high.flops), schedules, limits)
+    return PlanSummary(
+        device_bytes=device_bytes,
+        traffic_bytes=traffic_bytes,
+        host_bytes=host_bytes,
+        flops=at(low.flops, high.flops),
+        schedules=schedules,
+        limits=limits,
+    )
 
 
 # The check. An operation is found by its pass, its line and its target, so it may be another one in a model of other

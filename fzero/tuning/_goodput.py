@@ -184,7 +184,13 @@ def goodput(
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
     runs = {
         interval: [
-            SimulatedRun(reliability, devices, interval, days * _DAY, random.Random(f"{seed} {i}")).simulate()
+            SimulatedRun(
+                reliability=reliability,
+                devices=devices,
+                every=interval,
+                horizon=days * _DAY,
+                rng=random.Random(f"{seed} {i}"),
+            ).simulate()
             for i in range(samples)
         ]
         for interval in rounded
@@ -196,4 +202,14 @@ def goodput(
     best = max(shares, key=lambda interval: fmean([x.share for x in runs[interval]]))
     losses = {name: fmean([x.seconds[name] / (days * _DAY) for x in runs[best]]) for name in LOSSES}
     failures = fmean([x.failures for x in runs[best]])
-    return Goodput(reliability, devices, days, best, formula, shares[best], losses, failures, shares)
+    return Goodput(
+        reliability=reliability,
+        devices=devices,
+        days=days,
+        every=best,
+        formula=formula,
+        share=shares[best],
+        losses=losses,
+        failures=failures,
+        by_interval=shares,
+    )

@@ -155,14 +155,14 @@ class Machine:
     def as_hardware(self) -> Hardware:
         """Return the machine as a `fzero.graph.Hardware`, for the cost model of plans."""
         return Hardware(
-            self.kind,
-            self.flops,
-            self.device_memory,
-            self.peers,
-            self.latency,
-            self.launch,
-            self.network,
-            self.ranks,
+            kind=self.kind,
+            flops=self.flops,
+            memory=self.device_memory,
+            link=self.peers,
+            latency=self.latency,
+            launch=self.launch,
+            network=self.network,
+            ranks_per_machine=self.ranks,
             slow=self.slow,
             host=self.host_memory / self.ranks,
             host_link=self.link,

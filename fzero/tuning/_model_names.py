@@ -142,15 +142,32 @@ _LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}
 PRESETS = {
     shape.name: shape
     for shape in (
-        ModelShape("llama-3-8b", 4096, 32, 32, 14336, 128256, kv_heads=8, **_LLAMA),
-        ModelShape("llama-3-70b", 8192, 80, 64, 28672, 128256, kv_heads=8, **_LLAMA),
-        ModelShape("llama-3-405b", 16384, 126, 128, 53248, 128256, kv_heads=8, **_LLAMA),
-        ModelShape("qwen3-8b", 4096, 36, 32, 12288, 151936, kv_heads=8, head=128, head_norm=True, **_LLAMA),
-        ModelShape("mixtral-8x7b", 4096, 32, 32, 14336, 32000, kv_heads=8, experts=(8, 2), **_LLAMA),
-        ModelShape("gpt2", 768, 12, 12, 3072, 50257, positions=1024, tied=True),
-        ModelShape("gpt2-xl", 1600, 48, 25, 6400, 50257, positions=1024, tied=True),
-        ModelShape("bert-large", 1024, 24, 16, 4096, 30522, positions=512, tied=True, task="masked"),
-        ModelShape("vit-g-14", 1664, 48, 16, 8192, 1000, positions=257, patch=14, task="image"),
+        ModelShape("llama-3-8b", width=4096, depth=32, heads=32, mlp=14336, vocab=128256, kv_heads=8, **_LLAMA),
+        ModelShape("llama-3-70b", width=8192, depth=80, heads=64, mlp=28672, vocab=128256, kv_heads=8, **_LLAMA),
+        ModelShape("llama-3-405b", width=16384, depth=126, heads=128, mlp=53248, vocab=128256, kv_heads=8, **_LLAMA),
+        ModelShape(
+            "qwen3-8b",
+            width=4096,
+            depth=36,
+            heads=32,
+            mlp=12288,
+            vocab=151936,
+            kv_heads=8,
+            head=128,
+            head_norm=True,
+            **_LLAMA,
+        ),
+        ModelShape(
+            "mixtral-8x7b", width=4096, depth=32, heads=32, mlp=14336, vocab=32000, kv_heads=8, experts=(8, 2), **_LLAMA
+        ),
+        ModelShape("gpt2", width=768, depth=12, heads=12, mlp=3072, vocab=50257, positions=1024, tied=True),
+        ModelShape("gpt2-xl", width=1600, depth=48, heads=25, mlp=6400, vocab=50257, positions=1024, tied=True),
+        ModelShape(
+            "bert-large", width=1024, depth=24, heads=16, mlp=4096, vocab=30522, positions=512, tied=True, task="masked"
+        ),
+        ModelShape(
+            "vit-g-14", width=1664, depth=48, heads=16, mlp=8192, vocab=1000, positions=257, patch=14, task="image"
+        ),
     )
 }
 
@@ -197,11 +214,11 @@ def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
     qwen3, mixtral = c["model_type"] == "qwen3", c["model_type"] == "mixtral"
     return ModelShape(
         name,
-        c["hidden_size"],
-        c["num_hidden_layers"],
-        c["num_attention_heads"],
-        c["intermediate_size"],
-        c["vocab_size"],
+        width=c["hidden_size"],
+        depth=c["num_hidden_layers"],
+        heads=c["num_attention_heads"],
+        mlp=c["intermediate_size"],
+        vocab=c["vocab_size"],
         kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
         head=c.get("head_dim") or 0,
         gated=True,
@@ -216,7 +233,16 @@ def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
 def _gpt2(name: str, c: Mapping[str, Any]) -> ModelShape:
     d = c["n_embd"]
     mlp = c.get("n_inner") or 4 * d
-    return ModelShape(name, d, c["n_layer"], c["n_head"], mlp, c["vocab_size"], positions=c["n_positions"], tied=True)
+    return ModelShape(
+        name,
+        width=d,
+        depth=c["n_layer"],
+        heads=c["n_head"],
+        mlp=mlp,
+        vocab=c["vocab_size"],
+        positions=c["n_positions"],
+        tied=True,
+    )
 
 
 def _bert(name: str, c: Mapping[str, Any]) -> ModelShape:

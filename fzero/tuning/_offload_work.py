@@ -120,7 +120,7 @@ def model_work(
     device_grads = grads if stage < 2 else 0.0  # full gradients stay on the device
     return OffloadWork(
         name or f"{parameters / 1e9:g} B parameters",
-        ", ".join(
+        assumptions=", ".join(
             [
                 f"{parameters / 1e9:g} B parameters on {ranks} {'rank' if ranks == 1 else 'ranks'} at stage {stage}",
                 f"{tokens:,.0f} tokens a rank and step",
@@ -129,15 +129,15 @@ def model_work(
                 f"{format_bytes(overhead_bytes)} of overhead",
             ]
         ),
-        share,
-        (8 if remat else 6) * parameters * tokens,
-        2 * parameters * tokens,
-        (params + grads + state_bytes * share, params + device_grads),
-        (0.0, (state_bytes + gradient_bytes + parameter_bytes) * share),
-        state_bytes * share,
-        gradient_bytes * share,
-        parameter_bytes * share,
-        units,
+        elements=share,
+        flops=(8 if remat else 6) * parameters * tokens,
+        forward_flops=2 * parameters * tokens,
+        device_bytes=(params + grads + state_bytes * share, params + device_grads),
+        host_bytes=(0.0, (state_bytes + gradient_bytes + parameter_bytes) * share),
+        state_bytes=state_bytes * share,
+        down_bytes=gradient_bytes * share,
+        up_bytes=parameter_bytes * share,
+        units=units,
     )
 
 
@@ -190,16 +190,16 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     largest = max([t.bytes for t in all_.transfers if t.kind == "to_device"])
     return OffloadWork(
         all_.name,
-        "by its plans at ratios 0 and 1; 12 bytes of state an element",
-        state / _ADAM_BYTES,
-        none.flops,
-        sum([o.flops * o.times for o in none.operations if o.phase == "forward"]),
-        (none.peak_bytes, all_.peak_bytes),
-        (none.peak_of("host"), all_.peak_of("host")),
-        state,
-        down,
-        up,
-        max(_transfer_bytes(all_, "to_device") / largest, 1),
+        assumptions="by its plans at ratios 0 and 1; 12 bytes of state an element",
+        elements=state / _ADAM_BYTES,
+        flops=none.flops,
+        forward_flops=sum([o.flops * o.times for o in none.operations if o.phase == "forward"]),
+        device_bytes=(none.peak_bytes, all_.peak_bytes),
+        host_bytes=(none.peak_of("host"), all_.peak_of("host")),
+        state_bytes=state,
+        down_bytes=down,
+        up_bytes=up,
+        units=max(_transfer_bytes(all_, "to_device") / largest, 1),
     )
 
 

@@ -177,7 +177,9 @@ def _first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | N
 
 def _summary(ratio: float, plan: Plan) -> RatioTrial:
     down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
-    return RatioTrial(ratio, plan.peak_of("device"), plan.peak_of("host"), down, up)
+    return RatioTrial(
+        ratio=ratio, device_bytes=plan.peak_of("device"), host_bytes=plan.peak_of("host"), down_bytes=down, up_bytes=up
+    )
 
 
 def _does_not_fit(none: Plan, all_: Plan, budget: float) -> str:

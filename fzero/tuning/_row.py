@@ -142,7 +142,14 @@ def summarize(plan: Plan) -> PlanSummary:
         traffic[m.axis] += m.bytes * m.times
     schedules = {tuple(plan.settings.items()): ScheduleCost(plan.peak_bytes, plan.seconds)}
     schedules |= {tuple(r.settings.items()): ScheduleCost(r.peak_bytes, r.seconds) for r in plan.rejected}
-    return PlanSummary(device_bytes, dict(traffic), plan.peak_of("host"), plan.flops, schedules, plan.limits)
+    return PlanSummary(
+        device_bytes=device_bytes,
+        traffic_bytes=dict(traffic),
+        host_bytes=plan.peak_of("host"),
+        flops=plan.flops,
+        schedules=schedules,
+        limits=plan.limits,
+    )
 
 
 def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
@@ -171,16 +178,16 @@ def make_row(config: Configuration, summaries: Mapping[int, PlanSummary], in_ful
     total = sum(slowest.limits.values()) or 1.0
     settings = dict(summary.settings)
     return TableRow(
-        config,
-        device_bytes,
-        summary.traffic_bytes,
-        slowest.schedules[slowest.settings].seconds,
-        summary.host_bytes,
-        summary.flops,
-        in_full,
-        settings,
-        rank,
-        {limit: seconds / total for limit, seconds in slowest.limits.items()},
+        config=config,
+        device_bytes=device_bytes,
+        traffic_bytes=summary.traffic_bytes,
+        seconds=slowest.schedules[slowest.settings].seconds,
+        host_bytes=summary.host_bytes,
+        flops=summary.flops,
+        in_full=in_full,
+        settings=settings,
+        rank=rank,
+        limits={limit: seconds / total for limit, seconds in slowest.limits.items()},
     )
 
 

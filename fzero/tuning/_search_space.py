@@ -169,7 +169,15 @@ class Configuration:
 
     @property
     def _dims(self) -> "_ParallelDims":
-        return _ParallelDims(self.ranks, self.ep, self.tp, self.pp, self.schedule, self.cp, self.stages_per_rank)
+        return _ParallelDims(
+            ranks=self.ranks,
+            ep=self.ep,
+            tp=self.tp,
+            pp=self.pp,
+            schedule=self.schedule,
+            cp=self.cp,
+            stages_per_rank=self.stages_per_rank,
+        )
 
 
 class _ParallelDims(NamedTuple):
@@ -259,7 +267,16 @@ class SearchSpace:
             k, remainder = divmod(self.global_batch // dims.ranks, m)
             if not remainder:
                 more = {"depth": self.depth, **self.fixed._asdict()}
-                yield Configuration(stage, m, k, remat, precision, offload, **dims._asdict(), **more)
+                yield Configuration(
+                    stage=stage,
+                    micro_batch=m,
+                    accumulation=k,
+                    remat=remat,
+                    precision=precision,
+                    offload=offload,
+                    **dims._asdict(),
+                    **more,
+                )
 
 
 def make_search_space(options: TuneOptions) -> SearchSpace:
@@ -317,7 +334,9 @@ def _parallel_dims(options: TuneOptions) -> list[_ParallelDims]:
         ranks, remainder = divmod(world, tp * pp * cp)
         if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
             name, stages_per_rank = _schedule_of(schedule) if pp > 1 else (Configuration.schedule, None)
-            parallel_dims.append(_ParallelDims(ranks, ep, tp, pp, name, cp, stages_per_rank))
+            parallel_dims.append(
+                _ParallelDims(ranks=ranks, ep=ep, tp=tp, pp=pp, schedule=name, cp=cp, stages_per_rank=stages_per_rank)
+            )
     _check_each(
         options, parallel_dims, f"world_size={world} is no multiple of cp x tp x pp, or the rest is no multiple of ep"
     )

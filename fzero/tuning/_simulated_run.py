@@ -224,7 +224,7 @@ class SimulatedRun:
         self.saving -= seconds
         if self.saving <= 0:
             self.saving = None
-            self.saves.append(_Saves(self.now, self.work, 1, 0.0, 0.0))
+            self.saves.append(_Saves(first=self.now, work=self.work, count=1, cycle=0.0, every=0.0))
 
     def _pass_cycles(self, count: int) -> None:
         """Pass as many cycles of steps and a save at once."""
@@ -232,7 +232,9 @@ class SimulatedRun:
         self._step(count * self.every / self._speed)
         self.since, self.now = 0.0, begin + count * cycle
         self.seconds["saves"] += count * self.reliability.save
-        self.saves.append(_Saves(begin + cycle, work + self.every, count, cycle, self.every))
+        self.saves.append(
+            _Saves(first=begin + cycle, work=work + self.every, count=count, cycle=cycle, every=self.every)
+        )
 
     def _if_still(self, act: Callable[[], None]) -> Callable[[], None]:
         """Return a function that acts unless the run has restarted since."""

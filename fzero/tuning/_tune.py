@@ -405,7 +405,9 @@ def tune(
     machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
     check_choice("chunked_loss", chunked_loss, (False, True))
     check_choice("compiled", compiled, (False, True))
-    fixed = FixedSettings(chunked_loss, gather, reduce, moments, float8, compiled)
+    fixed = FixedSettings(
+        chunked_loss=chunked_loss, gather=gather, reduce=reduce, moments=moments, float8=float8, compiled=compiled
+    )
     options = TuneOptions(
         world_size=world_size,
         global_batch=global_batch,
@@ -446,7 +448,14 @@ def tune(
                 on_result(x)
         rows, skipped = in_order(space, results, budget)
         rows = refine(rows, start, budget)
-    return Table(tuple(rows), tuple(skipped), machine, memory, budget, tuple(unplanned))
+    return Table(
+        rows=tuple(rows),
+        skipped=tuple(skipped),
+        machine=machine,
+        memory=memory,
+        budget=budget,
+        unplanned=tuple(unplanned),
+    )
 
 
 def _bounds_of(make_step: Any, max_rows: int) -> Callable[[Configuration, Machine], Bounds]:

@@ -73,7 +73,14 @@ def watch(
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")
-    return WatchedStep(step, writers, every, first, None if machine is None else machine_of(machine), print_fn)
+    return WatchedStep(
+        step=step,
+        writers=writers,
+        every=every,
+        first=first,
+        machine=None if machine is None else machine_of(machine),
+        print_fn=print_fn,
+    )
 
 
 class WatchedStep:
@@ -143,7 +150,11 @@ class WatchedStep:
         self._has_compiled = self.step.traces > traces
         self._pending.append(
             StepMeasurement(
-                self._first + self._calls, measurement, self._plan(plan), self._has_machine, self._has_compiled
+                step=self._first + self._calls,
+                measurement=measurement,
+                plan=self._plan(plan),
+                has_machine=self._has_machine,
+                has_compilation=self._has_compiled,
             )
         )
         self._calls += 1

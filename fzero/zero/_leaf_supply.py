@@ -87,7 +87,7 @@ def make_supply(label: str, values: Any, donated_to: str | None = None) -> _Leaf
         leaves.append(meta[id(x)] if isinstance(x, torch.Tensor) else tensors[i])
     devices = [x.device if isinstance(x, torch.Tensor) else None for x in tensors]
     notes = [f"{label} leaf {path!r} was donated to {donated_to}" for path in paths] if donated_to else []
-    return _LeafSupply(leaves, devices, structure, tensors, notes)
+    return _LeafSupply(leaves=leaves, devices=devices, structure=structure, tensors=tensors, notes=notes)
 
 
 def _check_leaf(label: str, path: str, x: Any) -> None:

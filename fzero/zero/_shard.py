@@ -100,4 +100,12 @@ def shard(
     are_indices = all(is_int(i) and i >= 0 for i in argnums)
     if not are_indices or not argnums or len(set(argnums)) < len(argnums):
         raise ValueError(f"param_argnums={param_argnums!r}: expected distinct positions of arguments, counted from 0")
-    return ShardedStep(train_step, check_stage(stage), mesh, names, argnums, layout_rules(units, over, split), check)
+    return ShardedStep(
+        train_step=train_step,
+        stage=check_stage(stage),
+        mesh=mesh,
+        axis=names,
+        param_argnums=argnums,
+        rules=layout_rules(units, over, split),
+        check=check,
+    )

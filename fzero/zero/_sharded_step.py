@@ -129,7 +129,9 @@ class ShardedStep:
     def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
         if isinstance(self.check, Rerun) and not vmaps():
-            out = run_and_compare(self.check, self._history, self.mesh, run, args, kwargs)
+            out = run_and_compare(
+                rerun=self.check, history=self._history, mesh=self.mesh, run=run, args=args, kwargs=kwargs
+            )
             self._history.record(out)
             return out
         if not self._should_check():

@@ -130,7 +130,7 @@ def _trace_init(init: Callable[[], Any]) -> _TracedInit:
         meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
         for i in at:
             leaves[i], devices[i] = meta, x.device
-    return _TracedInit(leaves, devices, structure, graph, nodes)
+    return _TracedInit(leaves=leaves, devices=devices, structure=structure, _graph=graph, _nodes=nodes)
 
 
 @contextmanager

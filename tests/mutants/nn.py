@@ -43,7 +43,10 @@ MUTANTS = [
         Fault(
             "in the backward pass values are in e5m2 and gradients in e4m3",
             "_Recipe.of_gradient",
-            becomes("A(B, _VALUE_DTYPE, C, D, E)", "A(_VALUE_DTYPE, B, C, D, E)"),
+            becomes(
+                "A(a=B, b=_VALUE_DTYPE, gradient=B, is_rowwise=D, adds_fast=E)",
+                "A(a=_VALUE_DTYPE, b=B, gradient=B, is_rowwise=D, adds_fast=E)",
+            ),
         ),
         Fault("gradients add in few bits", "_Recipe.of_gradient", constant(False, True)),
         Fault("rowwise codes of one direction serve both", "_Product.backward", never("A.is_rowwise")),

@@ -205,12 +205,12 @@ def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: st
                     fds[i] = os.open(os.path.join(files.path, _temporary_name(plan[i].name, nonce)), os.O_WRONLY)
                 for run in runs(piece.range, ChunkRange(full_chunk(leaf.shape), 0, leaf.numel)):
                     _write_run(
-                        fds[i],
-                        plan[i].tensors[piece.leaf],
-                        run.target_offset,
-                        x.detach(),
-                        start + run.source_offset,
-                        run.numel,
+                        fd=fds[i],
+                        to=plan[i].tensors[piece.leaf],
+                        first=run.target_offset,
+                        x=x.detach(),
+                        start=start + run.source_offset,
+                        numel=run.numel,
                     )
         for fd in fds.values():
             os.fsync(fd)

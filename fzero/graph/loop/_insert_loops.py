@@ -136,7 +136,7 @@ def _iteration_of(start: Node) -> _TracedIteration:
     nodes = list(position)
     stop = max([position[n] for n in [start, *rows, *[after for _, after in sums]]])
     slices = [n for n in start.users if n.target is _LOOP_SLICE]
-    return _TracedIteration(start, nodes[position[start] : stop + 1], slices, sums, rows)
+    return _TracedIteration(start=start, nodes=nodes[position[start] : stop + 1], slices=slices, sums=sums, rows=rows)
 
 
 def _before_of(after: Node) -> Node:

@@ -266,7 +266,10 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
             if isinstance(output, StageLeaf):
                 sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
     words = {"F": "output", "G": "gradient"}
-    return [SentMessage(position, words[kind], s, sizes[kind, s], n, binding.axis) for (kind, s), n in times.items()]
+    return [
+        SentMessage(position=position, kind=words[kind], stage=s, bytes=sizes[kind, s], times=n, axis=binding.axis)
+        for (kind, s), n in times.items()
+    ]
 
 
 def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Callable[[int, str], float]) -> float:

@@ -140,7 +140,10 @@ class _RegionSplitter:
                 and all(a in self.duplicates for a in operands)
             ):
                 self.duplicates.add(n)
-        self.builders = {r: _RegionBuilder(r, Graph(), {}, {}, []) for r in dict.fromkeys(region_of.values())}
+        self.builders = {
+            r: _RegionBuilder(region=r, graph=Graph(), copies={}, inputs={}, outputs=[])
+            for r in dict.fromkeys(region_of.values())
+        }
 
     def add(self, node: Node) -> None:
         """Add a node to its region."""

@@ -229,7 +229,16 @@ def order_rules(graph: Graph, memory: Storages) -> OrderRules:
         for reader in before:
             writes.setdefault(reader, []).append(write)
     parts = _roles(graph)
-    return OrderRules(nodes, index, parts, _work_in_order(parts.work), readers, writes, 0, {})
+    return OrderRules(
+        nodes=nodes,
+        index=index,
+        roles=parts,
+        work=_work_in_order(parts.work),
+        readers=readers,
+        writes=writes,
+        in_flight=0,
+        ahead={},
+    )
 
 
 def list_nodes(rules: OrderRules) -> list[Node]:

@@ -221,7 +221,9 @@ def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
     plain = is_wait(wait) and all(is_view(n) or name_of(n) == "_to_copy" for n in views)
     adds = add.target is aten.add.Tensor and add.args[0] is total and not add.kwargs
     is_exclusive = total in sums and set(total.users) == {add, write} and [u.op for u in write.users] == ["output"]  # pyright: ignore
-    return _Chain(source, wait, views, add, write) if plain and adds and is_exclusive else None
+    return (
+        _Chain(source=source, wait=wait, views=views, add=add, write=write) if plain and adds and is_exclusive else None
+    )
 
 
 def _place(chain: _Chain, body: Graph, loop: Loop) -> int:

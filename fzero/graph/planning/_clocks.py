@@ -148,7 +148,7 @@ class _Clocks:
     def note(self, stream: str, start: float, seconds: float, name: str, limit: str) -> None:
         """Record a busy time."""
         if self.intervals is not None:
-            self.intervals.append(Interval(stream, start, seconds, name, limit))
+            self.intervals.append(Interval(stream=stream, start=start, seconds=seconds, name=name, limit=limit))
 
     def _wait_until(self, time: float) -> None:
         if time > self.work:

@@ -230,7 +230,14 @@ def _unlabeled_ranges(order: Sequence[Node], memory: Storages, scalars: Set[Node
     fused = unstored_values(order, scalars, memory.on_host)
     sizes = [0 if n in fused else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
     ranges = [
-        Range(start, len(order) if start < 0 else stop, size, "", "", "host" if n in memory.on_host else "device")
+        Range(
+            start=start,
+            stop=len(order) if start < 0 else stop,
+            bytes=size,
+            kind="",
+            label="",
+            space="host" if n in memory.on_host else "device",
+        )
         for start, stop, size, n in zip(starts, stops, sizes, memory.producers, strict=True)
     ]
     return ranges + _extra_ranges(position, repeated_waits)
@@ -264,9 +271,9 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
     ranges = []
     for node, i in position.items():
         if loop := loop_of(node):
-            ranges.append(Range(i, i, iteration_peak_bytes(loop), "activations", ITERATION))
+            ranges.append(Range(start=i, stop=i, bytes=iteration_peak_bytes(loop), kind="activations", label=ITERATION))
         if extra := _workspace_bytes(node):
-            ranges.append(Range(i, i, extra, "buffers", f"workspace of {node.target}"))
+            ranges.append(Range(start=i, stop=i, bytes=extra, kind="buffers", label=f"workspace of {node.target}"))
         if node in repeated_waits:
             continue
         for source in _completions(node):
@@ -275,7 +282,7 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
             x = stand_ins_of(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
                 # in float32: the sum, and one rank's part
-                ranges.append(Range(i, i, 4 * nbytes(x), "buffers", "their sum"))
+                ranges.append(Range(start=i, stop=i, bytes=4 * nbytes(x), kind="buffers", label="their sum"))
     return ranges
 
 
@@ -307,7 +314,7 @@ def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> li
     if is_carried(source):  # the iteration before allocated its operand
         size, label = size + full_bytes(start), "a reduction of the iteration before"
     begin = position[source if is_carried(source) else collective_of(source)]
-    return [Range(begin, stop, size, "buffers", label)] if size else []
+    return [Range(start=begin, stop=stop, bytes=size, kind="buffers", label=label)] if size else []
 
 
 def _is_gloo_reduce_scatter(source: Node) -> bool:
@@ -340,7 +347,9 @@ def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     for region, positions in region_positions(nodes).items():
         size = peaks.get(region, 0) - max([live[i] for i in positions], default=0)
         if size > 0:
-            added.append(Range(positions[0], positions[-1], size, "activations", _IN_FLIGHT))
+            added.append(
+                Range(start=positions[0], stop=positions[-1], bytes=size, kind="activations", label=_IN_FLIGHT)
+            )
     return added
 
 
@@ -349,7 +358,13 @@ def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
     end = len(loop.body.nodes) - 1
     iteration = next(iter(loop.body.nodes))
     iteration_range = (
-        [Range(0, end, nbytes(*stand_ins_of(iteration)), "inputs", "the iteration's number")] if iteration.users else []
+        [
+            Range(
+                start=0, stop=end, bytes=nbytes(*stand_ins_of(iteration)), kind="inputs", label="the iteration's number"
+            )
+        ]
+        if iteration.users
+        else []
     )
     return iteration_range + [r._replace(stop=min(r.stop, end)) for r in ranges if r.start >= 0]
 

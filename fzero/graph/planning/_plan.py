@@ -346,20 +346,20 @@ def make_plan(
     units = infer_units(graph)
     return Plan(
         name,
-        tuple([_operation(n, times, phase_of[n]) for n, times in ops]),
-        tuple(_plan_ranges(graph)),
-        tuple([_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]),
-        settings,
-        estimate_seconds(graph, hardware),
-        tuple(rejected),
-        tuple(
+        operations=tuple([_operation(n, times, phase_of[n]) for n, times in ops]),
+        ranges=tuple(_plan_ranges(graph)),
+        collectives=tuple([_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]),
+        settings=settings,
+        seconds=estimate_seconds(graph, hardware),
+        rejected=tuple(rejected),
+        transfers=tuple(
             [
                 _Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times)
                 for i, (n, times) in enumerate(ops)
                 if is_move(n)
             ]
         ),
-        tuple(
+        messages=tuple(
             [
                 m
                 for i, (n, _) in enumerate(ops)
@@ -367,9 +367,9 @@ def make_plan(
                 for m in sent_messages(loop, i)
             ]
         ),
-        _workspace_bytes(ops),
-        limits_of(timeline(graph, hardware)),
-        _device_type(ops),
+        workspace_bytes=_workspace_bytes(ops),
+        limits=limits_of(timeline(graph, hardware)),
+        device_type=_device_type(ops),
     )
 
 
@@ -380,7 +380,7 @@ def _operation(node: Node, times: int, phase: str) -> _Operation:
         if loop is None
         else f"a {'loop' if loop.rank_schedule is None else 'pipeline'} of {loop.iterations} iterations"
     )
-    return _Operation(node.name, target, line_of(node), flops(node), times, phase)
+    return _Operation(node.name, target=target, line=line_of(node), flops=flops(node), times=times, phase=phase)
 
 
 def _collective(
@@ -388,7 +388,15 @@ def _collective(
 ) -> _Collective:
     n, width = moved_numel(node), stand_ins_of(node)[0].element_size()
     unit = units.get(node) or node.meta.get("unit", "")
-    return _Collective(position, collective_kind(node), unit, n, n * width, times, collective_axes(node, groups))
+    return _Collective(
+        position=position,
+        kind=collective_kind(node),
+        unit=unit,
+        elements=n,
+        bytes=n * width,
+        times=times,
+        axis=collective_axes(node, groups),
+    )
 
 
 def _finite(settings: PlanSettings) -> dict[str, bool | int | float | str | None]:

@@ -55,7 +55,7 @@ def _make_auto(slow: Runs, program: Program, codes: Sequence[Code], workers: Wor
         workers: the processes that compile the missing segments.
         mesh: the mesh whose ranks switch together.
     """
-    return _Auto(slow, program, list(codes), workers, mesh)
+    return _Auto(slow=slow, program=program, pending=list(codes), workers=workers, mesh=mesh)
 
 
 @dataclass

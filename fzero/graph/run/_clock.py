@@ -78,7 +78,7 @@ def record_time(
         out = f()
         wait_for_device()
         seconds = time.perf_counter() - start
-    note(TimedOperation(name, line, phase, seconds, stack))
+    note(TimedOperation(name, line=line, phase=phase, seconds=seconds, stack=stack))
     return out
 
 
@@ -95,7 +95,9 @@ class _TimedInterpreter(Interpreter):
         if note is None or n.op != "call_function" or n.name in self.loops:
             return super().run_node(n)
         plain, phase = super().run_node, self.phase_of.get(n.name, "")
-        return record_time(note, profiler_name(n.target), line_of(n), phase, stack_of(n), lambda: plain(n))
+        return record_time(
+            note, name=profiler_name(n.target), line=line_of(n), phase=phase, stack=stack_of(n), f=lambda: plain(n)
+        )
 
 
 def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:

@@ -196,7 +196,7 @@ def distinct_segments(program: Program) -> list[Code]:
     for segment in program.segments():
         segments.setdefault(name_of_code(segment.key), segment)
     return [
-        Code(x.graph, x.fakes, x.outputs, name, f"segment {i} of {len(segments)}")
+        Code(graph=x.graph, fakes=x.fakes, outputs=x.outputs, name=name, location=f"segment {i} of {len(segments)}")
         for i, (name, x) in enumerate(segments.items(), 1)
     ]
 
@@ -229,16 +229,31 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
             code = None if x.scalars else compiled.get(name_of_code(x.key))
             runs = run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.fakes)
             instructions.append(
-                _CompiledInstruction(True, runs, x.ins, x.outs, x.free, None if code is None else x.graph)
+                _CompiledInstruction(
+                    is_segment=True,
+                    f=runs,
+                    arguments=x.ins,
+                    out=x.outs,
+                    free=x.free,
+                    origin=None if code is None else x.graph,
+                )
             )
         elif isinstance(x.target, LoopProgram):
             bodies = [run_segments(program, compiled) for program in x.target.programs]
             loop = x.target.function(bodies)
-            instructions.append(_CompiledInstruction(False, loop, x.arguments.values, x.out, x.free, None))
+            instructions.append(
+                _CompiledInstruction(
+                    is_segment=False, f=loop, arguments=x.arguments.values, out=x.out, free=x.free, origin=None
+                )
+            )
         else:
             f = _REPLACEMENTS.get(x.target, x.target)
             f = at_place(f, x.arguments.args[0], x.line) if x.target is WAIT else f
-            instructions.append(_CompiledInstruction(False, f, x.arguments.values, x.out, x.free, x.line))
+            instructions.append(
+                _CompiledInstruction(
+                    is_segment=False, f=f, arguments=x.arguments.values, out=x.out, free=x.free, origin=x.line
+                )
+            )
 
     def run(args: list[Any]) -> Sequence[Any]:
         call = _call_timed if current_recorder() else run_marked if profiling() else _call
@@ -276,7 +291,9 @@ def _apply(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]
 def _apply_timed(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
     if (note := current_recorder()) is None or origin is None:
         return f(*arguments[0], **arguments[1])
-    return record_time(note, profiler_name(f), origin, "", (), lambda: f(*arguments[0], **arguments[1]))
+    return record_time(
+        note, name=profiler_name(f), line=origin, phase="", stack=(), f=lambda: f(*arguments[0], **arguments[1])
+    )
 
 
 def _call(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:

@@ -166,7 +166,7 @@ def _single(node: Node, register_of: dict[Node, int]) -> _SingleOperation:
     loop = loop_of(node)
     target = _loop_program(loop) if loop else node.target
     assert not isinstance(target, str)
-    return _SingleOperation(target, arguments, register_of[node], [], line_of(node))
+    return _SingleOperation(target=target, arguments=arguments, out=register_of[node], free=[], line=line_of(node))
 
 
 def _loop_program(loop: Loop) -> LoopProgram:

@@ -112,8 +112,16 @@ def segment(
         register_of[x] = len(register_of)
     fakes, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
     key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*subgraph}
-    registers = [register_of[x] for x in ins], [register_of[x] for x in exports]
-    return Segment(key, graph, fakes, outputs, *registers, [], is_scalar)
+    return Segment(
+        key=key,
+        graph=graph,
+        fakes=fakes,
+        outputs=outputs,
+        ins=[register_of[x] for x in ins],
+        outs=[register_of[x] for x in exports],
+        free=[],
+        scalars=is_scalar,
+    )
 
 
 def _items_first(subgraph: Sequence[Node]) -> Iterator[Node]:

@@ -271,7 +271,14 @@ def call_key(arguments: Arguments) -> Key:
     tensors = tuple([(x.shape, x.dtype, x.stride(), x.device, x.requires_grad) for x in arguments.tensors])
     rest = [x for x, index in zip(arguments.leaves, arguments.tensor_indices, strict=True) if index is None]
     values = tuple([(type(x), x.hex() if isinstance(x, float) else x) for x in rest])  # -0.0 == 0.0, and nan != nan
-    key = Key(arguments.structure, tuple(arguments.tensor_indices), tensors, arguments.buffers, values, _settings())
+    key = Key(
+        structure=arguments.structure,
+        tensor_indices=tuple(arguments.tensor_indices),
+        tensors=tensors,
+        buffers=arguments.buffers,
+        values=values,
+        settings=_settings(),
+    )
     try:
         hash(key)
     except TypeError as error:

@@ -91,7 +91,8 @@ def attention(
         _check_average(axis)
         _check_differs(q, axis)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    options, qkv = AttentionOptions(bool(causal), window, scale, softcap), Qkv(q, k, v, sinks, documents)
+    options = AttentionOptions(bool(causal), window, scale, softcap)
+    qkv = Qkv(q=q, k=k, v=v, sinks=sinks, documents=documents)
     if not q.shape[_TOKENS]:  # the kernels divide by the number of tokens
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
     if dropout:
@@ -128,7 +129,7 @@ def _over_heads(qkv: Qkv, options: AttentionOptions, axis: str, n: int) -> torch
         own, by_rank = bound_axis(axis), sinks.unflatten(-1, (n, heads // n))
         is_own = torch.arange(n, device=q.device) == index_on(q.device, own.token, own.binding)
         sinks = torch.where(is_own.unsqueeze(-1), by_rank, 0.0).sum(-2)
-    y = _whole(Qkv(all_tokens(q), all_tokens(k), all_tokens(v), sinks, documents), options)
+    y = _whole(Qkv(q=all_tokens(q), k=all_tokens(k), v=all_tokens(v), sinks=sinks, documents=documents), options)
     return all_to_all(to_rank_order(y, n, _TOKENS), axis, split_dim=_TOKENS, concat_dim=_HEADS)
 
 

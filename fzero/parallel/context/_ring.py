@@ -36,7 +36,7 @@ def attend(ring: Ring, options: AttentionOptions, qkv: Qkv) -> tuple[torch.Tenso
             queries, keys, values = pattern.take_pair(pair, q, k, v)
             causal = options.causal and step == 0 and not pattern.masked
             out, log_sum = tiled_attention(
-                pattern, queries, keys, values, pattern.mask(pair, step, kv.documents), causal
+                pattern, q=queries, k=keys, v=values, mask=pattern.mask(pair, step, kv.documents), causal=causal
             )
             if step == 0:
                 outs, log_sums = list(out.chunk(pattern.halves, -2)), list(log_sum.chunk(pattern.halves, -1))
@@ -85,7 +85,9 @@ def attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: RingRes
             )
             causal = options.causal and step == 0 and not pattern.masked
             mask = pattern.mask(pair, step, kv.documents)
-            grads = tiled_attention_grad(pattern, queries, keys, values, pair_result, mask, causal)
+            grads = tiled_attention_grad(
+                pattern, q=queries, k=keys, v=values, result=pair_result, mask=mask, causal=causal
+            )
             if step == 0:
                 dq, *local_dkv = _chunk_halves(pattern, grads)
                 continue

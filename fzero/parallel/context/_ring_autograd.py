@@ -38,7 +38,7 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         documents: torch.Tensor | None,
     ) -> Any:
-        return attend(_ring(token, binding, q.device), options, Qkv(q, k, v, sinks, documents))
+        return attend(_ring(token, binding, q.device), options, Qkv(q=q, k=k, v=v, sinks=sinks, documents=documents))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

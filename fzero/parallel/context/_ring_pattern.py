@@ -211,9 +211,15 @@ class RingPattern(NamedTuple):
         queries = self.take(positions_of(self.ring.index, self.ring.size, self.tokens), pair.queries, -1)
         keys = self.take(positions_of(self.ring.source(step), self.ring.size, self.tokens), pair.keys, -1)
         if self.documents is None or key_documents is None:
-            return Mask(self, queries, keys, None, None)
+            return Mask(pattern=self, queries=queries, keys=keys, query_documents=None, key_documents=None)
         query_documents = self.take(self.documents, pair.queries, -1)
-        return Mask(self, queries, keys, query_documents, self.take(key_documents, pair.keys, -1))
+        return Mask(
+            pattern=self,
+            queries=queries,
+            keys=keys,
+            query_documents=query_documents,
+            key_documents=self.take(key_documents, pair.keys, -1),
+        )
 
 
 class Mask(NamedTuple):

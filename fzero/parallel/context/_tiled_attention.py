@@ -24,10 +24,18 @@ def tiled_attention(
     lead, scale, softcap = q.shape[:-3], pattern.options.scale, pattern.options.softcap
     qs, ks, vs = _flatten_batch(q), _flatten_batch(k), _flatten_batch(v)
     if mask is None:
-        results = [partial_attention(qs, ks, vs, None, causal, scale, softcap)]
+        results = [partial_attention(q=qs, k=ks, v=vs, keep=None, causal=causal, scale=scale, softcap=softcap)]
     else:
         results = [
-            partial_attention(qs[..., r, :], ks[..., c, :], vs[..., c, :], mask.of(r, c, lead), False, scale, softcap)
+            partial_attention(
+                q=qs[..., r, :],
+                k=ks[..., c, :],
+                v=vs[..., c, :],
+                keep=mask.of(r, c, lead),
+                causal=False,
+                scale=scale,
+                softcap=softcap,
+            )
             for r, c in mask.tiles()
         ]
     out, log_sum = (xs[0] if len(xs) == 1 else torch.cat(xs, 2) for xs in zip(*results, strict=True))
@@ -56,7 +64,9 @@ def tiled_attention_grad(
     qs, ks, vs, grad, out = (_flatten_batch(x) for x in (q, k, v, result.grad, result.out))
     log_sum = result.log_sum.reshape(lead.numel(), *result.log_sum.shape[-2:])
     if mask is None:
-        grads = partial_attention_grad(grad, qs, ks, vs, None, out, log_sum, causal, scale, softcap)
+        grads = partial_attention_grad(
+            grad, q=qs, k=ks, v=vs, keep=None, out=out, log_sum=log_sum, causal=causal, scale=scale, softcap=softcap
+        )
     else:
         dqs, dk, dv = [], torch.zeros((), device=q.device), torch.zeros((), device=q.device)
         for r, c in mask.tiles():

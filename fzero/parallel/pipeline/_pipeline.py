@@ -308,7 +308,9 @@ class Pipeline:
             )
         check_shared(batch, axis := bound_axis(self.axis))
         schedule, placement = self.schedule(axis.size), self._slot_placement(axis.size, len(slots))
-        stages = Stages(model, schedule, placement, axis, call_of, self._cache)
+        stages = Stages(
+            model=model, schedule=schedule, placement=placement, axis=axis, call_of=call_of, cache=self._cache
+        )
         return call_without_axis(self.axis, on_ranks, stages, list(slots), rest)
 
 
@@ -385,4 +387,13 @@ def pipeline(
     check_schedule(schedule, micro_batches, stages_per_rank)
     counts = None if depth is None else check_depth(depth)
     model = Model(block, first, last, remat)
-    return Pipeline(model, axis, micro_batches, schedule, stages_per_rank, counts, blocks, join_rules(split))
+    return Pipeline(
+        model=model,
+        axis=axis,
+        micro_batches=micro_batches,
+        schedule_or_name=schedule,
+        stages_per_rank=stages_per_rank,
+        depth=counts,
+        blocks=blocks,
+        rule=join_rules(split),
+    )

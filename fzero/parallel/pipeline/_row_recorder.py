@@ -101,7 +101,10 @@ class RowRecorder:
 
 
 def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    return [loop.receive(kind, stage, i, list(x.shape), x.dtype, device) for i, x in enumerate(leaves)]
+    return [
+        loop.receive(kind, stage, leaf=i, sizes=list(x.shape), dtype=x.dtype, device=device)
+        for i, x in enumerate(leaves)
+    ]
 
 
 def _with_share(share: torch.Tensor, iteration: torch.Tensor) -> loop.LoopSum:

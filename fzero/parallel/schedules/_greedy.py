@@ -107,7 +107,15 @@ def greedy(
     check_counts(ranks, micro_batches, stages_per_rank)
     rank_of_stage = place_stages(ranks, ranks * stages_per_rank, placement)
     caps = caps_by_rank(cap, ranks, stages_per_rank)
-    durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
+    durations = Durations.of(
+        ranks,
+        stages=ranks * stages_per_rank,
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        latency=latency,
+        cost=cost,
+    )
     return list_schedule(rank_of_stage, micro_batches, caps, split, durations, name)
 
 

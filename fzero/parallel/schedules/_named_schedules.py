@@ -240,7 +240,15 @@ def schedule(
     caps = [
         memory[rank] if limit is None else limit for rank, limit in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
     ]
-    durations = Durations.of(ranks, ranks * stages_per_rank, forward, backward, weight, latency, cost)
+    durations = Durations.of(
+        ranks,
+        stages=ranks * stages_per_rank,
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        latency=latency,
+        cost=cost,
+    )
     bound = _makespan_bound(orders[0].rank_of_stage, micro_batches, entry.splits_backward, durations)
     fit = [s for s in orders if all(s.in_flight(rank) <= limit for rank, limit in enumerate(caps))]
     best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
@@ -248,7 +256,14 @@ def schedule(
         return best
 
     def listed(limits: Sequence[int | None]) -> PipelineSchedule:
-        return list_schedule(orders[0].rank_of_stage, micro_batches, limits, entry.splits_backward, durations, name)
+        return list_schedule(
+            orders[0].rank_of_stage,
+            micro_batches,
+            caps=limits,
+            split=entry.splits_backward,
+            durations=durations,
+            name=name,
+        )
 
     candidate = listed([None] * ranks if name == "gpipe" else caps)
     best = min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)

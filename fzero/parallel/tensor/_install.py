@@ -56,13 +56,26 @@ def install(
     for name, kind in children.items():
         child = modules[name]
         if kind == "norm":
-            child.forward = Layer(name, child, ReplicatedParams(), layers.axis, {}, {}, None, True, 0, child.forward)
+            child.forward = Layer(
+                name,
+                module=child,
+                style=ReplicatedParams(),
+                axis=layers.axis,
+                param_splits={},
+                sizes={},
+                region=None,
+                is_gathered=True,
+                groups=0,
+                run=child.forward,
+            )
         else:
             child.forward = SequenceChild(name, layers.axis, kind == "full", child.forward)
     for i, name in enumerate(blocks):
         if i in (0, len(blocks) - 1):
             block = modules[name]
-            block.forward = SequenceBlock(name, layers.axis, not i, i == len(blocks) - 1, block.forward)
+            block.forward = SequenceBlock(
+                name, axis=layers.axis, is_first=not i, is_last=i == len(blocks) - 1, run=block.forward
+            )
 
 
 def _install_layer(
@@ -78,10 +91,19 @@ def _install_layer(
     param_splits = {key: layers.param_splits[path] for key, path in paths.items() if path in layers.param_splits}
     sizes = {key: layers.sizes[path] for key, path in paths.items() if path in layers.sizes}
     groups = vars(modules[parent])["num_key_value_groups"] if any(c.may_replicate for c in param_splits.values()) else 0
-    region = regions.get(parent) if isinstance(style, ColumnParallel) else None
-    gathered = is_gathered(name, children)
-    options = param_splits, sizes, region, gathered, groups, layer.forward, linear
-    layer.forward = Layer(name, layer, style, layers.axis, *options)
+    layer.forward = Layer(
+        name,
+        module=layer,
+        style=style,
+        axis=layers.axis,
+        param_splits=param_splits,
+        sizes=sizes,
+        region=regions.get(parent) if isinstance(style, ColumnParallel) else None,
+        is_gathered=is_gathered(name, children),
+        groups=groups,
+        run=layer.forward,
+        linear=linear,
+    )
 
 
 def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
@@ -98,7 +120,15 @@ def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, 
         if heads is None and name not in divided and len(columns) < 2:
             continue
         gathered = is_gathered(name, children)
-        regions[name] = Region(name, m, layers.axis, gathered, heads, divided.get(name, ()), m.forward)
+        regions[name] = Region(
+            name,
+            module=m,
+            axis=layers.axis,
+            is_gathered=gathered,
+            heads=heads,
+            divided=divided.get(name, ()),
+            run=m.forward,
+        )
         m.forward = regions[name]
     return regions
 

@@ -175,7 +175,7 @@ def layers(module: torch.nn.Module, plan: Plan | None = None, axis: str = "tp", 
     param_splits = list_param_splits(module, styles, parameters)
     sizes = {name: module.get_parameter(name).shape[c.dim] // c.packed for name, c in param_splits.items()}
     check_ties(module, param_splits)
-    return Layers(axis, sequence, styles, param_splits, sizes)
+    return Layers(axis=axis, sequence=sequence, styles=styles, param_splits=param_splits, sizes=sizes)
 
 
 def of_block(layers: Layers, name: str) -> Layers:

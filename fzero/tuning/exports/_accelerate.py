@@ -49,7 +49,9 @@ def accelerate(run: PlannedRun) -> Export:
         }
     as_run = replace(c, stage=max(c.stage, int(is_fsdp)), remat=bool(c.remat), offload=c.offload * is_fsdp, ep=1)
     peak = expected_bytes(run, fsdp2_states, as_run)
-    return make_export(run, _SYSTEM, "accelerate.yaml", _yaml(fields), _differences(run), peak)
+    return make_export(
+        run, system=_SYSTEM, filename="accelerate.yaml", body=_yaml(fields), differences=_differences(run), peak=peak
+    )
 
 
 def _is_fsdp(run: PlannedRun) -> bool:

@@ -30,7 +30,15 @@ def deepspeed(run: PlannedRun) -> Export:
     if c.ep > 1:
         fields["expert_parallel"] = {"enabled": True, "autoep_size": c.ep, "preset_model": "mixtral"}
     text, peak = json.dumps(fields, indent=2) + "\n", expected_bytes(run, deepspeed_states)
-    return make_export(run, _SYSTEM, "ds_config.json", text, _differences(run), peak, comments=False)
+    return make_export(
+        run,
+        system=_SYSTEM,
+        filename="ds_config.json",
+        body=text,
+        differences=_differences(run),
+        peak=peak,
+        comments=False,
+    )
 
 
 def _offloads(run: PlannedRun) -> bool:

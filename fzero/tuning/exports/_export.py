@@ -103,7 +103,9 @@ def make_export(
         differences = [_expectation(run, system, peak), *differences]
     lines = [f"{system}. Written by fzero plan.", run.title, *differences]
     head = "".join([f"# {line}\n" for line in lines]) if comments else ""
-    return Export(system, filename, head + body, tuple(differences), peak, fits)
+    return Export(
+        system=system, filename=filename, text=head + body, differences=tuple(differences), peak_bytes=peak, fits=fits
+    )
 
 
 def _expectation(run: PlannedRun, system: str, peak: float) -> str:

@@ -31,7 +31,9 @@ def fsdp2(run: PlannedRun) -> Export:
         parts.append(_PRODUCTS)
     body = "\n\n".join([*parts, _shard_model(run), _train_step(run)])
     peak = expected_bytes(run, fsdp2_states, replace(c, ep=1))
-    return make_export(run, _SYSTEM, "fsdp2_plan.py", body, _differences(run), peak)
+    return make_export(
+        run, system=_SYSTEM, filename="fsdp2_plan.py", body=body, differences=_differences(run), peak=peak
+    )
 
 
 def _imports(run: PlannedRun) -> str:

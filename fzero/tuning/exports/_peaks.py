@@ -109,8 +109,8 @@ def fsdp2_states(sizes: Sizes, config: Configuration) -> States:
     gathered = width * (2 * sizes.unit if config.stage == 3 else sizes.full)
     gradients = 4 * (sizes.full if config.stage < 2 and config.accumulation > 1 else own)
     if config.offload:  # the update runs on the host
-        return States(0.0, 0.0, 0.0, gathered, 0.0)
-    return States(4 * own, gradients, 8 * own, gathered, 4 * own)
+        return States(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered, update=0.0)
+    return States(parameters=4 * own, gradients=gradients, optimizer=8 * own, buffers=gathered, update=4 * own)
 
 
 def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
@@ -121,4 +121,10 @@ def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
     live = min(sizes.full, _MAX_LIVE) if config.stage == 3 else 0.0
     gradients = width * (sizes.full if config.stage < 2 else own)
     on_host = 0.0 if config.stage == 0 else config.offload if config.stage == 3 else float(config.offload > 0)
-    return States(parameters, gradients, 12 * own * (1 - on_host), width * (_BUCKET + live), 4 * own * (1 - on_host))
+    return States(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=12 * own * (1 - on_host),
+        buffers=width * (_BUCKET + live),
+        update=4 * own * (1 - on_host),
+    )

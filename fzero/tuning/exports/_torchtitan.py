@@ -46,7 +46,14 @@ def torchtitan(run: PlannedRun) -> Export:
         parts.append(_planned(run))
     # whole gradients are never held, since each micro-batch is summed over ranks
     peak = expected_bytes(run, fsdp2_states, replace(run.config, stage=2) if run.config.stage == 1 else None)
-    return make_export(run, _SYSTEM, "torchtitan_plan.py", "\n\n".join(parts), _differences(run), peak)
+    return make_export(
+        run,
+        system=_SYSTEM,
+        filename="torchtitan_plan.py",
+        body="\n\n".join(parts),
+        differences=_differences(run),
+        peak=peak,
+    )
 
 
 def _model_of(run: PlannedRun) -> _KnownModel | None:
