@@ -29,8 +29,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
-from fzero.checkpoint._manifest import PAGE_BYTES, File, Manifest, header, parse
-from fzero.checkpoint._ranges import Leaf, LeafGroup, TreeLayout
+from fzero.checkpoint.layout._manifest import PAGE_BYTES, File, Manifest, header, parse
+from fzero.checkpoint.layout._ranges import Leaf, LeafGroup, TreeLayout
 
 LAYERS = 8
 GOALS = {"save": 0.75, "background": 0.15}

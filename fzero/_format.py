@@ -1,6 +1,6 @@
 """Formats of numbers in messages and tables."""
 
-__all__ = ["format_bytes"]
+__all__ = ["format_bytes", "format_seconds"]
 
 
 def format_bytes(count: float) -> str:
@@ -10,3 +10,10 @@ def format_bytes(count: float) -> str:
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1000
     raise AssertionError
+
+
+def format_seconds(seconds: float) -> str:
+    """Format seconds with a suitable unit."""
+    if seconds >= 0.1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"

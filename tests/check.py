@@ -50,7 +50,7 @@ def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MU
     if path.parts[0] == "tests":
         if path.stem.startswith("test_") or len(path.parts) == 2:
             return [file] if path.stem.startswith("test_") else []
-        readers = sorted((root / path.parent).glob("test_*.py"))
+        readers = sorted((root / path.parent).rglob("test_*.py"))
         module = ".".join(path.with_suffix("").parts)
         return [str(x.relative_to(root)) for x in readers if f"from {module} import" in x.read_text()]
     within, name = path.relative_to("fzero"), path.stem.removeprefix("_")

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
             [
                 "tests/optim/test_optim.py",
                 "tests/optim/test_optim_laws.py",
-                "tests/sharding/test_coded.py",
+                "tests/sharding/maps/test_coded.py",
                 "tests/test_masters_as_shards.py",
                 "tests/test_precision.py",
             ],

@@ -147,27 +147,69 @@ def test_imports_run_one_way():
             assert is_below, f"{module} imports {imported}"
 
 
-# The rooms of fzero/graph, the lowest first; the other files of this folder lie above them.
-GRAPH_ROOMS = [
-    ["_collective_sizes", "_collector", "_ir", "_ops", "_polynomials", "_storages"],
-    ["loop"],
-    ["planning", "trace"],
-    ["passes"],
-    ["run"],
-]
+# The rooms of a package and the files beside them, the lowest first; its other files lie above them.
+ROOMS = {
+    "checkpoint": [["_error"], ["_object_store"], ["_files"], ["layout"]],
+    "graph": [
+        ["_collective_sizes", "_collector", "_ir", "_ops", "_polynomials", "_storages"],
+        ["loop"],
+        ["planning", "trace"],
+        ["passes"],
+        ["run"],
+    ],
+    "nn": [
+        ["_float8", "_linear_cross_entropy", "_module_writes"],
+        ["_copy", "_lazy_logits", "_module_checks", "_remat_blocks"],
+        ["_apply", "_context", "_functional", "_matmul_precision"],
+        ["split"],
+    ],
+    "optim": [
+        ["checks"],
+        ["_hyperparams", "_offload_plan", "_precision", "_schedules"],
+        ["_base", "moments"],
+        ["wrappers"],
+    ],
+    "sharding": [["_spec"], ["_boxes"], ["units"], ["elements"], ["maps"]],
+    "tuning": [
+        ["_search_space", "machines", "long_runs"],
+        ["_row", "models", "measurements"],
+        ["offload", "search"],
+        ["exports"],
+    ],
+}
 
 
 def room_of(module: str) -> int:
-    """Return the position of a module's room in `GRAPH_ROOMS`."""
-    name = module.removeprefix("graph").lstrip(".").partition(".")[0]
-    return next((i for i, room in enumerate(GRAPH_ROOMS) if name in room), len(GRAPH_ROOMS))
+    """Return the position of a module's room in `ROOMS`."""
+    package, _, rest = module.partition(".")
+    rooms = ROOMS[package]
+    return next((i for i, room in enumerate(rooms) if rest.partition(".")[0] in room), len(rooms))
 
 
-def test_the_rooms_of_the_graph_import_one_way():
-    for path in sorted((ROOT / "graph").rglob("*.py")):
-        for name in imports(path):
-            if name.startswith("graph."):
-                assert room_of(name) <= room_of(module_of(path)), f"{path} imports {name}"
+def rooms_imported(package: str) -> list[tuple[str, str]]:
+    """List each module of a package with each module of the package that it imports."""
+    modules = {module_of(path): path for path in INSIDE if module_of(path).split(".")[0] == package}
+    return [(module, name) for module, path in modules.items() for name in imports(path) if name in modules]
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_the_rooms_of_a_package_import_one_way(package):
+    for module, imported in rooms_imported(package):
+        assert room_of(imported) <= room_of(module), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("package", sorted({*ROOMS} - {"graph"}))
+def test_a_room_is_imported_by_its_face(package):
+    for module, imported in rooms_imported(package):
+        room, is_within = imported.rpartition(".")[0], imported.count(".") > 1
+        assert not is_within or module.startswith(f"{room}.") or module == room, (
+            f"{module} imports {imported}: import from its folder, whose __init__ lists the name"
+        )
+
+
+def test_a_folder_has_few_files():
+    for folder in {path.parent for path in FILES} - {ROOT / "_torch"}:
+        assert len([*folder.glob("*.py")]) <= 18, f"{folder}: make a room of files of one idea"
 
 
 def test_other_packages_are_imported_by_their_public_names():

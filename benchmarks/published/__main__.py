@@ -24,9 +24,9 @@ from benchmarks.published.runs import CARDS, GIB, Run, runs
 from benchmarks.report import publish, table
 from fzero import Precision, jit
 from fzero.tuning import Configuration, TableRow
-from fzero.tuning._search import ConfigurationPlanner, PlanCache, open_pool
-from fzero.tuning._steps import ModelStep
 from fzero.tuning._table_views import format_remat
+from fzero.tuning.models._steps import ModelStep
+from fzero.tuning.search._search import ConfigurationPlanner, PlanCache, open_pool
 
 FILE = pathlib.Path(__file__).parents[1] / "published.py"  # whose suffix becomes .md
 

@@ -18,7 +18,7 @@ from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete, step_name, step_numbers
 from fzero.checkpoint._inspect import differences, export, verify
-from fzero.checkpoint._manifest import MANIFEST, Manifest
+from fzero.checkpoint.layout import MANIFEST, Manifest
 
 __all__ = ["main"]
 

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from fzero._torch import default_store
 from fzero.checkpoint._error import CheckpointError, DamagedError
-from fzero.checkpoint._manifest import File
+from fzero.checkpoint.layout import File
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["StoreChannel", "agree", "all_or_none", "check_same_on_ranks"]

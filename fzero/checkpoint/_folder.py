@@ -20,9 +20,9 @@ from fzero.checkpoint._agree import all_or_none
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._load import load_files
-from fzero.checkpoint._manifest import MANIFEST, Manifest, read_manifest
 from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
 from fzero.checkpoint._shared_memory import Hosts, SharedMemory
+from fzero.checkpoint.layout import MANIFEST, Manifest, read_manifest
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts, is_leader
 from fzero.sharding import is_box
 from fzero.tree import Tree

@@ -11,14 +11,12 @@ import torch
 
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
-from fzero.checkpoint._chunks import ChunkRange, full_chunk
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
 from fzero.checkpoint._load import ReadRequest, read_pages, read_requests
-from fzero.checkpoint._manifest import NAMES, PAGE_BYTES, Manifest
-from fzero.checkpoint._ranges import Leaf, TreeLayout
 from fzero.checkpoint._tensor_bytes import view_bytes
+from fzero.checkpoint.layout import NAMES, PAGE_BYTES, ChunkRange, Leaf, Manifest, TreeLayout, full_chunk
 
 __all__ = ["differences", "export", "leaves", "read", "verify"]
 

@@ -10,16 +10,27 @@ from fzero._notice import trouble_link
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._chunks import ChunkRange, runs
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._json_values import is_none, paths_of, values_like
-from fzero.checkpoint._local_tree import LocalTree, is_entry, local_tree
-from fzero.checkpoint._manifest import PAGE_BYTES, Manifest, layout_text, read_manifest, xxh3_checksum
-from fzero.checkpoint._ranges import TreeLayout
 from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._shared_memory import SharedMemory
 from fzero.checkpoint._tensor_bytes import is_direct, view_bytes
+from fzero.checkpoint.layout import (
+    PAGE_BYTES,
+    ChunkRange,
+    LocalTree,
+    Manifest,
+    TreeLayout,
+    is_entry,
+    is_none,
+    layout_text,
+    local_tree,
+    paths_of,
+    read_manifest,
+    runs,
+    values_like,
+    xxh3_checksum,
+)
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements
 from fzero.tree import Tree

@@ -18,21 +18,23 @@ from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import StoreChannel, agree, all_or_none
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._local_tree import LocalTree, PlainMemory, local_tree
-from fzero.checkpoint._manifest import (
+from fzero.checkpoint._shared_memory import SharedMemory
+from fzero.checkpoint._tensor_bytes import byte_views, view_or_parts
+from fzero.checkpoint.layout import (
     MANIFEST,
     PAGE_BYTES,
     File,
+    LocalTree,
     Manifest,
+    PlainMemory,
+    TreeLayout,
     data_name,
     header,
     layout_text,
+    local_tree,
     parse,
     xxh3_checksum,
 )
-from fzero.checkpoint._ranges import TreeLayout
-from fzero.checkpoint._shared_memory import SharedMemory
-from fzero.checkpoint._tensor_bytes import byte_views, view_or_parts
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 from fzero.tree import Tree
 

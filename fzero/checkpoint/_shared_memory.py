@@ -18,8 +18,8 @@ import torch.distributed as dist
 from fzero._notice import warn_once
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
-from fzero.checkpoint._manifest import MANIFEST, PAGE_BYTES, Manifest, data_name, parse
 from fzero.checkpoint._tensor_bytes import view_bytes
+from fzero.checkpoint.layout import MANIFEST, PAGE_BYTES, Manifest, data_name, parse
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Hosts", "SharedMemory"]

@@ -36,14 +36,22 @@ from fzero._torch import load_metadata, pytree
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
-from fzero.checkpoint._chunks import rectangles
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder
-from fzero.checkpoint._local_tree import LeafSource, LocalPiece, LocalTree, is_entry, local_tree
-from fzero.checkpoint._manifest import MANIFEST, layout_text
-from fzero.checkpoint._ranges import Leaf, TreeLayout
 from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._save import TIMEOUT
+from fzero.checkpoint.layout import (
+    MANIFEST,
+    Leaf,
+    LeafSource,
+    LocalPiece,
+    LocalTree,
+    TreeLayout,
+    is_entry,
+    layout_text,
+    local_tree,
+    rectangles,
+)
 from fzero.ranks import Mesh
 from fzero.sharding import slice_elements
 from fzero.tree import Tree

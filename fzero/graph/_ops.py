@@ -115,9 +115,9 @@ _OPERATIONS: dict[str, _OperationTraits] = {
     "cat": _CHEAP | _BY_RANK | _LINEAR | _COPIES,
     "stack": _CHEAP | _COPIES,
     "slice": _BY_RANK,
-    "flatten_leaves": _CHEAP | _BY_RANK | _LINEAR | _COPIES,  # these two are fzero's (sharding/_flat.py)
+    "flatten_leaves": _CHEAP | _BY_RANK | _LINEAR | _COPIES,  # these two are fzero's (sharding/maps/_flat.py)
     "view_ranges": _VIEW,
-    # a codec's codes of a unit (sharding/_coded_rows.py)
+    # a codec's codes of a unit (sharding/maps/_coded_rows.py)
     "range_magnitudes": _CHEAP | _BY_RANK | _ENCODES,
     "encode_range": _CHEAP | _BY_RANK | _ENCODES,
     "decode_unit": _CHEAP | _DECODES,

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRules
 from fzero.nn._context import with_context
-from fzero.nn._split_module import split_module
+from fzero.nn.split import split_module
 from fzero.parallel.pipeline import Pipeline
 from fzero.parallel.pipeline import pipeline as pipeline_of
 from fzero.parallel.schedules import PipelineSchedule

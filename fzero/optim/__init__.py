@@ -15,8 +15,6 @@ from fzero.optim._base import (
     chain,
 )
 from fzero.optim._convert_moments import convert_moments
-from fzero.optim._groups import by_group
-from fzero.optim._inject_hyperparams import InjectHyperparamsState, inject_hyperparams
 from fzero.optim._links import (
     ScaleByScheduleState,
     add_decayed_weights,
@@ -25,16 +23,10 @@ from fzero.optim._links import (
     scale_by_schedule,
     set_to_zero,
 )
-from fzero.optim._loss_scaling import LossScaleState, all_finite, dynamic_loss_scale, loss_scale, static_loss_scale
-from fzero.optim._master_weights import MasterState, convert_masters, master_params, master_weights, rounded
-from fzero.optim._moments import EightBit, Moments, SixteenBit
 from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms
-from fzero.optim._offload import DelayedState, offload, with_offload_ratio
-from fzero.optim._on_full_leaves import on_full_leaves
 from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
 from fzero.optim._precision import Precision
-from fzero.optim._roles import has_role, mark_role, role_of, watch_roles
 from fzero.optim._schedules import (
     Schedule,
     constant,
@@ -46,9 +38,31 @@ from fzero.optim._schedules import (
     warmup_linear,
 )
 from fzero.optim._states import is_opt_state
-from fzero.optim._stochastic_rounding import StochasticRoundingState, stochastic_rounding
-from fzero.optim._torch_hints import check_has_method, torch_optimizer_message
-from fzero.optim._wrappers import leafwise, masked
+from fzero.optim.checks import check_has_method, has_role, mark_role, role_of, torch_optimizer_message, watch_roles
+from fzero.optim.moments import EightBit, Moments, SixteenBit
+from fzero.optim.wrappers import (
+    DelayedState,
+    InjectHyperparamsState,
+    LossScaleState,
+    MasterState,
+    StochasticRoundingState,
+    all_finite,
+    by_group,
+    convert_masters,
+    dynamic_loss_scale,
+    inject_hyperparams,
+    leafwise,
+    loss_scale,
+    masked,
+    master_params,
+    master_weights,
+    offload,
+    on_full_leaves,
+    rounded,
+    static_loss_scale,
+    stochastic_rounding,
+    with_offload_ratio,
+)
 from fzero.sharding import global_norm
 
 __all__ = [

@@ -15,8 +15,7 @@ from fzero.optim._base import Mask, Optimizer, Params, Updates
 from fzero.optim._hyperparams import Scalar, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule
-from fzero.optim._shapes import REMEDIES
-from fzero.optim._torch_hints import torch_hints
+from fzero.optim.checks import REMEDIES, torch_hints
 from fzero.sharding import (
     Shard,
     ShardedUnit,

@@ -11,10 +11,10 @@ from fzero._tracebacks import api_boundary
 from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
-from fzero.optim._moments import Moments, MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._norms import leaf_norms
 from fzero.optim._schedules import Schedule
-from fzero.optim._torch_hints import torch_hints
+from fzero.optim.checks import torch_hints
+from fzero.optim.moments import Moments, MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 

@@ -8,7 +8,7 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, Params, Updates, apply_updates
 from fzero.optim._hyperparams import Scalar, check_fraction
-from fzero.optim._shapes import check_gradients_like
+from fzero.optim.checks import check_gradients_like
 from fzero.tree import Tree
 
 __all__ = ["EmaState", "ema", "params_ema"]

@@ -12,9 +12,7 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
-from fzero.optim._roles import mark_role
-from fzero.optim._shapes import check_updates, checks_gradients
-from fzero.optim._torch_hints import check_has_method
+from fzero.optim.checks import check_has_method, check_updates, checks_gradients, mark_role
 from fzero.tree import Tree
 
 __all__ = [

@@ -12,10 +12,10 @@ from fzero.axes import join_axes
 from fzero.collectives import NO_AXIS, AssignmentOptions, DimOptions, all_gather, apply, own_part
 from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, lerp, rate_at
-from fzero.optim._moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._schedules import Schedule
-from fzero.optim._torch_hints import torch_hints
-from fzero.optim._wrappers import masked
+from fzero.optim.checks import torch_hints
+from fzero.optim.moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
+from fzero.optim.wrappers import masked
 from fzero.sharding import (
     Matrix,
     OwnerAssignment,

@@ -13,7 +13,7 @@ from fzero._tracebacks import api_boundary
 from fzero.collectives import psum
 from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyperparams import Scalar, check_positive
-from fzero.optim._torch_hints import torch_hints
+from fzero.optim.checks import torch_hints
 from fzero.sharding import (
     Shard,
     ShardedUnit,

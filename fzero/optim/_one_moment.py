@@ -9,10 +9,9 @@ from fzero._dtypes import at_least_float32
 from fzero.optim._base import Mask, Optimizer, Params, Updates, chain
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
-from fzero.optim._moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.optim._schedules import Schedule
-from fzero.optim._shapes import check_gradients_like
-from fzero.optim._torch_hints import torch_hints
+from fzero.optim.checks import check_gradients_like, torch_hints
+from fzero.optim.moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
 from fzero.tree import Tree
 
 __all__ = ["AdagradState", "LionState", "SgdState", "adagrad", "lion", "scale_by_lion", "sgd"]

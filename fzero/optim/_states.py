@@ -3,14 +3,16 @@
 from fzero.optim._adafactor import AdafactorState
 from fzero.optim._adam import AdamState
 from fzero.optim._averages import EmaState
-from fzero.optim._inject_hyperparams import InjectHyperparamsState
 from fzero.optim._links import ScaleByScheduleState
-from fzero.optim._loss_scaling import LossScaleState
-from fzero.optim._master_weights import MasterState
 from fzero.optim._muon import MuonState
-from fzero.optim._offload import DelayedState
 from fzero.optim._one_moment import AdagradState, LionState, SgdState
-from fzero.optim._stochastic_rounding import StochasticRoundingState
+from fzero.optim.wrappers import (
+    DelayedState,
+    InjectHyperparamsState,
+    LossScaleState,
+    MasterState,
+    StochasticRoundingState,
+)
 
 __all__ = ["is_opt_state"]
 

@@ -17,24 +17,9 @@ from fzero.sharding._boxes import (
     split_shard,
     unwrap_per_rank,
 )
-from fzero.sharding._coded import decode_shard, encode_shard
-from fzero.sharding._element_ranges import put_elements, slice_elements
-from fzero.sharding._flat import flatten_by_copies, flatten_leaves, view_leaves
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
-from fzero.sharding._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
-from fzero.sharding._leaf_positions import element_ids_of_leaf, element_ids_of_shard
-from fzero.sharding._leaf_subset import empty_shape, read_subset, subset_spec, write_subset
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
-from fzero.sharding._segments import (
-    abstract,
-    check_on_device,
-    check_per_leaf,
-    global_norm,
-    per_leaf,
-    segment_ids,
-    zero_padding,
-)
 from fzero.sharding._spec import (
     ReduceGrads,
     Spec,
@@ -54,18 +39,52 @@ from fzero.sharding._spec import (
     with_host_share,
     with_sharding_axes,
 )
-from fzero.sharding._unit_maps import apply_over_unit_axes, apply_to_unit, gather_flat, gather_unit
-from fzero.sharding._unit_policy import UnitPolicy, UnitRow
-from fzero.sharding._units import (
+from fzero.sharding.elements import (
+    BlockMap,
+    abstract,
+    block_shape,
+    block_spec,
+    blocks_of_leaf,
+    check_on_device,
+    check_per_leaf,
+    element_ids_of_leaf,
+    element_ids_of_shard,
+    empty_shape,
+    global_norm,
+    map_of_blocks,
+    per_leaf,
+    put_elements,
+    read_subset,
+    segment_ids,
+    slice_elements,
+    subset_spec,
+    write_subset,
+    zero_padding,
+)
+from fzero.sharding.maps import (
+    apply_over_unit_axes,
+    apply_to_unit,
+    decode_shard,
+    encode_shard,
+    flatten_by_copies,
+    flatten_leaves,
+    gather_flat,
+    gather_unit,
+    view_leaves,
+)
+from fzero.sharding.units import (
     ShardedUnit,
+    UnitPolicy,
+    UnitRow,
     assign_units,
+    by_granularity,
+    by_size,
     default_units,
     map_units,
     replace_unit,
     shard_axes,
     sharded_units,
 )
-from fzero.sharding._units_by_size import by_granularity, by_size
 
 __all__ = [
     "Layouts",

@@ -7,7 +7,7 @@ import torch
 from fzero.collectives import all_gather, own_part
 from fzero.sharding._boxes import Shard
 from fzero.sharding._spec import traced_spec
-from fzero.sharding._unit_maps import gather_unit
+from fzero.sharding.maps import gather_unit
 
 __all__ = ["gather_full_leaves", "own_shard", "shard_full_leaves"]
 

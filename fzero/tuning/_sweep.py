@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fzero._format import format_bytes
-from fzero.tuning._model_names import PRESETS
+from fzero._format import format_bytes, format_seconds
 from fzero.tuning._page import Case
-from fzero.tuning._table_views import duration, format_limits
+from fzero.tuning._table_views import format_limits
+from fzero.tuning.models import PRESETS
 
 __all__ = ["case_arguments", "choices_of", "render_cases"]
 
@@ -68,6 +68,6 @@ def render_cases(cases: Sequence[Case]) -> Any:
         rate = float(case.choices["batch"]) / row.seconds / float(case.choices["ranks"])
         length = case.choices.get("length")
         speed = f"{rate:.3g} samples" if length is None else f"{rate * length:,.0f} tokens"
-        peak, seconds = format_bytes(row.peak_bytes), duration(row.seconds)
+        peak, seconds = format_bytes(row.peak_bytes), format_seconds(row.seconds)
         grid.add_row(*values, str(row.config), peak, seconds, speed, format_limits(row.limits))
     return grid

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fzero._format import format_bytes
+from fzero._format import format_bytes, format_seconds
 from fzero._report import new_figure
 from fzero.tuning._search_space import EVERY_SECOND, PARALLEL
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = [
     "axes_shown",
     "draw",
-    "duration",
     "format_axis",
     "format_limits",
     "format_remat",
@@ -110,7 +109,7 @@ def _notes_on_unplanned(table: "Table") -> list[str]:
     if not left:
         return lines
     fastest = min(left, key=lambda x: x.bounds.seconds)
-    least = f"at least {duration(fastest.bounds.seconds)} a step: {fastest.config}"
+    least = f"at least {format_seconds(fastest.bounds.seconds)} a step: {fastest.config}"
     return [*lines, f"left out: {len(left)} that may be faster, since no more rows were asked for; {least}"]
 
 
@@ -186,15 +185,8 @@ def _cells(row: "TableRow") -> list[str]:
         ("" if row.in_full else "~") + format_bytes(row.peak_bytes),
         *[format_bytes(n) if n >= 0.0005 * row.peak_bytes else "-" for n in parts],
         format_bytes(sum(row.traffic_bytes.values())),
-        duration(row.seconds),
+        format_seconds(row.seconds),
     ]
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with a suitable unit."""
-    if seconds >= 0.1:
-        return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
 
 
 def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -> Any:
@@ -220,7 +212,7 @@ def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -
         if (old := old_rows.get(row.config)) is not None:
             peaks, times = (old.peak_bytes, row.peak_bytes), (old.seconds, row.seconds)
             changes = [f"{b / a - 1:+.1%}" for a, b in (peaks, times)]
-            grid.add_row(str(row.config), *map(format_bytes, peaks), *map(duration, times), *changes)
+            grid.add_row(str(row.config), *map(format_bytes, peaks), *map(format_seconds, times), *changes)
     unique = [len(a.rows) - grid.row_count for a in (first, second)]
     if any(unique):
         grid.add_row(f"{unique[0]} only in {names[0]}, {unique[1]} only in {names[1]}", style="dim")

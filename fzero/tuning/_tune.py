@@ -10,20 +10,27 @@ from functools import partial
 from typing import Any, Literal
 
 from fzero._arguments import check_choice, check_int
-from fzero._format import format_bytes
+from fzero._format import format_bytes, format_seconds
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
 from fzero.tuning import _table_views
-from fzero.tuning._best_first import Unplanned, search_by_bounds
-from fzero.tuning._bounds import Bounds
-from fzero.tuning._machine import Machine
-from fzero.tuning._named_machines import machine_of
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
-from fzero.tuning._search import ConfigurationPlanner, PlanCache, Skipped, in_order, open_pool, refine, search_rows
 from fzero.tuning._search_space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_search_space
-from fzero.tuning._steps import ModelStep
 from fzero.tuning._verdicts import Verdict, verdicts
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
+from fzero.tuning.machines import Machine, machine_of
+from fzero.tuning.models import Bounds, ModelStep
+from fzero.tuning.search import (
+    ConfigurationPlanner,
+    PlanCache,
+    Skipped,
+    Unplanned,
+    in_order,
+    open_pool,
+    refine,
+    search_by_bounds,
+    search_rows,
+)
 
 __all__ = ["Best", "Table", "tune"]
 
@@ -52,7 +59,7 @@ class Best:
 
     def __str__(self) -> str:
         row = self.row
-        seconds = _table_views.duration(row.seconds)
+        seconds = format_seconds(row.seconds)
         return f"best: {row.config}: {format_bytes(row.peak_bytes)}, {seconds} a step. {self.reason}"
 
 

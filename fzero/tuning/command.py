@@ -14,23 +14,28 @@ from typing import Any
 import torch.distributed as dist
 
 from fzero import tree
-from fzero._format import format_bytes
-from fzero.tuning._axis_sizes import largest_sizes, powers_of_two, usable_sizes
-from fzero.tuning._calibrate import calibrate
-from fzero.tuning._goodput import goodput
-from fzero.tuning._model_names import PRESETS, ModelShape, init, shape_of
-from fzero.tuning._named_machines import MACHINES, machine_of, save
+from fzero._format import format_bytes, format_seconds
 from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS, min_stages_of
-from fzero.tuning._simulated_run import Reliability
-from fzero.tuning._steps import model_step
 from fzero.tuning._sweep import case_arguments, choices_of, render_cases
-from fzero.tuning._table_views import duration, render_comparison, warnings_of, width_of
+from fzero.tuning._table_views import render_comparison, warnings_of, width_of
 from fzero.tuning._tune import Table, tune
 from fzero.tuning.exports import EXPORTS
+from fzero.tuning.long_runs import Reliability, goodput
+from fzero.tuning.machines import MACHINES, calibrate, machine_of, save
+from fzero.tuning.models import (
+    PRESETS,
+    ModelShape,
+    init,
+    largest_sizes,
+    model_step,
+    powers_of_two,
+    shape_of,
+    usable_sizes,
+)
 
 __all__ = ["run"]
 
@@ -329,8 +334,8 @@ def _goodput_line(args: argparse.Namespace, table: Table, what_fails: Reliabilit
     result = goodput(row.seconds, args.world, what_fails, days=args.days or 30.0)
     if not result.mean:
         return f"{result}. No step lasts: is {args.mtbf:g} s the time between failures of one device?"
-    average = duration(row.seconds / result.mean)
-    return f"{result}. So a step takes {average} on average, where {duration(row.seconds)} is planned"
+    average = format_seconds(row.seconds / result.mean)
+    return f"{result}. So a step takes {average} on average, where {format_seconds(row.seconds)} is planned"
 
 
 def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
@@ -385,7 +390,7 @@ def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any],
             progress.advance(task)
             if isinstance(x, TableRow):
                 progress.console.print(
-                    f"{x.config}: {format_bytes(x.peak_bytes)}, {duration(x.seconds)}", highlight=False
+                    f"{x.config}: {format_bytes(x.peak_bytes)}, {format_seconds(x.seconds)}", highlight=False
                 )
 
         return tune(

@@ -15,7 +15,7 @@ from torch.nn import functional
 import fzero
 from fzero import _torch
 from fzero._torch import recorder
-from fzero.sharding._flat import flatten_leaves
+from fzero.sharding.maps._flat import flatten_leaves
 
 
 def in_place(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from fzero._torch import storage_id
 from fzero._torch.stand_ins import StandInCache, alias_of
-from fzero.sharding._flat import flatten_leaves, view_ranges
+from fzero.sharding.maps._flat import flatten_leaves, view_ranges
 
 aten: Any = torch.ops.aten
 CALLS: list[Callable[[Any, Any, Any], Any]] = [

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.checkpoint import _files, _manifest
+from fzero.checkpoint import _files
+from fzero.checkpoint.layout import _manifest
 from tests.checkpoint.helpers import JSON, body_of, write_manifest
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.helpers import examples

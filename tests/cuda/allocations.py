@@ -1,4 +1,4 @@
-"""One process of the lane that asks torch's caching allocator for drawn storages. It prints facts as JSON.
+"""One process of `make cuda` that asks torch's caching allocator for drawn storages. It prints facts as JSON.
 
     python -m tests.cuda.allocations 40
 

@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.optim._torch_hints import _EQUIVALENTS
+from fzero.optim.checks._torch_hints import _EQUIVALENTS
 from tests.errors.helpers import (
     FOUR,
     PARAMS,

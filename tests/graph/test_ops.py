@@ -12,7 +12,7 @@ from fzero.graph._ir import is_cheap
 from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_known_cheap, is_view
 from fzero.graph._trace_agreement import _signatures
 from fzero.graph.passes import recompute, schedule
-from fzero.sharding import _coded_rows, _flat
+from fzero.sharding.maps import _coded_rows, _flat
 from tests.graph import graphs
 
 aten = graphs.aten

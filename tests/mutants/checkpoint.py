@@ -3,7 +3,7 @@
 from tests.mutants.changes import after, always, bare, becomes, before, dropped, elsewhere, never, returns, skipped
 from tests.mutants.mutant import Fault, File, on_processes
 
-CHUNKS = ("tests/checkpoint/test_chunks.py",)
+CHUNKS = ("tests/checkpoint/layout/test_chunks.py",)
 LAWS = ("tests/checkpoint/test_laws.py",)
 CRASH = ("tests/checkpoint/test_crash.py",)
 DAMAGE = ("tests/checkpoint/test_damage.py",)
@@ -53,7 +53,7 @@ MUTANTS = [
             before("return self._start(A, B, C, D, E)", "remove_old()"),
         ),
     ),
-    *File("checkpoint/_local_tree.py", LAWS).faults(
+    *File("checkpoint/layout/_local_tree.py", LAWS).faults(
         Fault(
             "a saved value is not copied, so it may change before it is written",
             "_LocalTreeBuilder.add_value",
@@ -171,7 +171,7 @@ MUTANTS = [
             ("tests/checkpoint/test_laws.py", "-k", "padding"),
         ),
     ),
-    *File("checkpoint/_chunks.py", SHARING).faults(
+    *File("checkpoint/layout/_chunks.py", SHARING).faults(
         Fault(
             "contiguous runs of a chunk cover dimensions in which the chunk is narrower",
             "_common",
@@ -243,7 +243,7 @@ MUTANTS = [
             ),
         ),
     ),
-    *File("checkpoint/_json_values.py", DAMAGE).faults(
+    *File("checkpoint/layout/_json_values.py", DAMAGE).faults(
         Fault(
             "the parts of a dict value are not looked up in a checkpoint",
             "paths_of",
@@ -251,18 +251,18 @@ MUTANTS = [
             INPUT,
         ),
     ),
-    *File("checkpoint/_manifest.py", DAMAGE).faults(
+    *File("checkpoint/layout/_manifest.py", DAMAGE).faults(
         Fault("a manifest's nonce is not checked", "_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")),
         Fault("a manifest's checksum is not compared", "parse", dropped("int(frame[1], 16) != A")),
         Fault("leaves larger than their files are accepted", "_manifest", always("A <= B(C.size for C in D)")),
     ),
-    *File("checkpoint/_manifest.py", FUZZ).faults(
+    *File("checkpoint/layout/_manifest.py", FUZZ).faults(
         Fault("a manifest of any length is read", "read_manifest", never("A > B")),
         Fault("a manifest is written that no load reads", "Manifest.encode", never("len(A) > B")),
         Fault("a manifest of many lists is written", "Manifest.encode", skipped("check_containers(A)")),
         Fault("a leaf may have a million dimensions", "_leaf", always("len(A) <= B")),
     ),
-    *File("checkpoint/_bounded_json.py", FUZZ).faults(
+    *File("checkpoint/layout/_bounded_json.py", FUZZ).faults(
         Fault("a small text takes all memory", "check_containers", never("count > _MOST")),
     ),
     *File("checkpoint/_files.py", FUZZ).faults(
@@ -279,7 +279,7 @@ MUTANTS = [
         ),
         Fault("an export may overwrite the manifest", "export", skipped("A(files, B)")),
     ),
-    *File("checkpoint/_ranges.py", LAWS).faults(
+    *File("checkpoint/layout/_ranges.py", LAWS).faults(
         Fault(
             "replicated elements are written by every rank",
             "TreeLayout.owned_span",
@@ -298,7 +298,7 @@ MUTANTS = [
             becomes("self.index(A.B, C)", "(self.index(A.B, C) + 1) % self.size(A.B)"),
         ),
     ),
-    *File("sharding/_element_ranges.py", LAWS).faults(
+    *File("sharding/elements/_element_ranges.py", LAWS).faults(
         Fault(
             "a write into a strided leaf ignores the offset",
             "put_elements",

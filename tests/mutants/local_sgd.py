@@ -10,7 +10,7 @@ MUTANTS = [
     *File("graph/_jit.py", LOCAL).faults(
         Fault("local_steps is jitted until its first call", "jit", never("reason")),
     ),
-    *File("checkpoint/_local_tree.py", LOCAL).faults(
+    *File("checkpoint/layout/_local_tree.py", LOCAL).faults(
         Fault("replicas in a checkpoint are refused without the remedy", "local_tree", never("hint")),
     ),
     *File("local_sgd/_outer_step.py", LOCAL).faults(
@@ -68,7 +68,7 @@ MUTANTS = [
     *File("local_sgd/_replica_sums.py", LOCAL).faults(
         Fault("a codec's codes are those of one replica", "wait_sum", becomes("A.sum(0)", "A[0]")),
     ),
-    *File("sharding/_coded.py", LOCAL).faults(
+    *File("sharding/maps/_coded.py", LOCAL).faults(
         Fault(
             "a shard's magnitudes are another rank's",
             "decode_shard",

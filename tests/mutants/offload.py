@@ -5,17 +5,17 @@ from tests.mutants.mutant import REMAT, REMAT_SHARDED, Fault, File
 
 MOVES = ("tests/collectives/test_moves.py",)
 REMAT_MEMORY = ("tests/transforms/test_remat_memory.py",)
-OFFLOAD = ("tests/optim/test_offload.py",)
+OFFLOAD = ("tests/optim/wrappers/test_offload.py",)
 SPACES = ("tests/graph/test_spaces.py",)
 ARRIVALS = ("tests/graph/run/test_arrivals.py",)
 HOST_MEMORY = ("tests/zero/test_host_memory.py",)
 ARENA = ("tests/optim/test_arena.py",)
 COST = ("tests/graph/planning/test_cost.py",)
 
-OFFLOAD_PARAMS = ("tests/optim/test_offload_params.py",)
+OFFLOAD_PARAMS = ("tests/optim/wrappers/test_offload_params.py",)
 OFFLOAD_PLAN = ("tests/optim/test_offload_plan.py",)
-OFFLOAD_RATIO = ("tests/optim/test_offload_ratio.py",)
-OFFLOAD_DELAY = ("tests/optim/test_delayed_offload.py",)
+OFFLOAD_RATIO = ("tests/optim/wrappers/test_offload_ratio.py",)
+OFFLOAD_DELAY = ("tests/optim/wrappers/test_delayed_offload.py",)
 
 
 MUTANTS = [
@@ -116,7 +116,7 @@ MUTANTS = [
             OFFLOAD_PARAMS,
         ),
     ),
-    *File("sharding/_segments.py", OFFLOAD).faults(
+    *File("sharding/elements/_segments.py", OFFLOAD).faults(
         Fault(
             "the segment of an element ignores where its piece begins",
             "segment_ids",
@@ -128,7 +128,7 @@ MUTANTS = [
             "a plan for another world keeps this world's pieces", "one_rank_tree.convert", becomes("A(B).C", "x.spec.C")
         ),
     ),
-    *File("optim/_offload.py", OFFLOAD_DELAY).faults(
+    *File("optim/wrappers/_offload.py", OFFLOAD_DELAY).faults(
         Fault(
             "with master weights the update is moved to the device, not the new parameter",
             "_update_in_pieces",
@@ -175,14 +175,14 @@ MUTANTS = [
     *File("optim/_adam.py", OFFLOAD).faults(
         Fault("lamb does not declare that it is not elementwise", "scale_by_trust_ratio", constant(False, None)),
     ),
-    *File("optim/_loss_scaling.py", OFFLOAD_PARAMS).faults(
+    *File("optim/wrappers/_loss_scaling.py", OFFLOAD_PARAMS).faults(
         Fault(
             "an overflow does not skip the host's part of an update",
             "_select",
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
-    *File("checkpoint/_local_tree.py", OFFLOAD_DELAY).faults(
+    *File("checkpoint/layout/_local_tree.py", OFFLOAD_DELAY).faults(
         Fault(
             "a host's piece is loaded from the wrong range",
             "_BoxMemory.locate",

@@ -3,14 +3,14 @@
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, SHARD_MASTERS, WRAPPERS, Fault, File
 
-EIGHT_BIT, ROUNDING = ("tests/optim/test_eight_bit.py",), ("tests/optim/test_stochastic_rounding.py",)
-SIXTEEN_BIT = ("tests/optim/test_sixteen_bit.py",)
+EIGHT_BIT, ROUNDING = ("tests/optim/moments/test_eight_bit.py",), ("tests/optim/wrappers/test_stochastic_rounding.py",)
+SIXTEEN_BIT = ("tests/optim/moments/test_sixteen_bit.py",)
 REMEDIES = ("tests/test_remedies.py",)
 
-LOSS_SCALING = ("tests/optim/test_loss_scaling.py",)
+LOSS_SCALING = ("tests/optim/wrappers/test_loss_scaling.py",)
 
 MUTANTS = [
-    *File("optim/_groups.py", ("tests/optim/test_groups.py",)).faults(
+    *File("optim/wrappers/_groups.py", ("tests/optim/wrappers/test_groups.py",)).faults(
         Fault(
             "a group writes its moments over those of other groups",
             "_merge_states",
@@ -31,37 +31,37 @@ MUTANTS = [
         Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * is_decayed")),
     ),
-    *File("optim/_eight_bit.py", EIGHT_BIT).faults(
+    *File("optim/moments/_eight_bit.py", EIGHT_BIT).faults(
         Fault("a byte is that of the value below", "_midpoints", becomes("A(A(x + y) / 2)", "y")),
         Fault("the code has no negative values", "_dynamic_values", becomes("[-x for x in A]", "A")),
         Fault("a byte is that of the least number of its look-up", "encode", becomes("A + (B > C)", "A")),
         Fault("a scale of zero divides", "encode", becomes("torch.where(A == 0, B, C)", "C")),
     ),
-    *File("optim/_moments.py", EIGHT_BIT).faults(
+    *File("optim/moments/_moments.py", EIGHT_BIT).faults(
         Fault("small leaves are in 8 bits", "_is_small", returns("False")),
         Fault("an optimizer takes moments of another kind", "check_moment", never("actual != expected")),
         Fault("the sign of a block of one element is lost", "_update_leaf", becomes("A if is_single else B", "B")),
     ),
-    *File("optim/_stochastic_rounding.py", ROUNDING).faults(
+    *File("optim/wrappers/_stochastic_rounding.py", ROUNDING).faults(
         Fault("all updates have the same draws", "stochastic_rounding.update", becomes("fold_in(A, 0)", "A")),
     ),
-    *File("optim/_rounding.py", ROUNDING).faults(
+    *File("optim/moments/_rounding.py", ROUNDING).faults(
         Fault("stochastic rounding always rounds down", "round_at_random", becomes("A + B.to(torch.int32)", "A")),
         Fault("a value rounds to infinity", "round_at_random", becomes("A.clamp(B, C)", "A")),
     ),
-    *File("optim/_rounding.py", SIXTEEN_BIT).faults(
+    *File("optim/moments/_rounding.py", SIXTEEN_BIT).faults(
         Fault("moments always round down", "round_at_random", becomes("A + B.to(torch.int32)", "A")),
     ),
-    *File("optim/_sixteen_bit.py", SIXTEEN_BIT).faults(
+    *File("optim/moments/_sixteen_bit.py", SIXTEEN_BIT).faults(
         Fault("each update of a moment has the same draws", "map_sixteen_bit", becomes("fold_in(A, 0)", "A")),
         Fault("both moments have the same draws", "_rounded", becomes("A >> 16 * i", "A")),
         Fault("full leaves of a shard are rounded", "_update_unit", becomes("read_subset(A, B, C)", "A")),
     ),
-    *File("sharding/_leaf_subset.py", SIXTEEN_BIT).faults(
+    *File("sharding/elements/_leaf_subset.py", SIXTEEN_BIT).faults(
         Fault("a rank writes another rank's numbers", "write_subset", becomes("(A >= 0) & (A < k)", "A < k")),
         Fault("a rank reads the first rank's numbers", "read_subset", becomes("unit_index(...) * k", "0")),
     ),
-    *File("sharding/_leaf_positions.py", ROUNDING).faults(
+    *File("sharding/elements/_leaf_positions.py", ROUNDING).faults(
         Fault("all leaves have the same draws", "element_ids_of_leaf", bare("A ^ B")),
         Fault("all ranks have the same draws", "element_ids_of_shard", becomes("unit_index(...) * k", "0")),
         Fault(
@@ -74,7 +74,7 @@ MUTANTS = [
         Fault("a second moment is converted by the signed code", "_MOMENTS", constant(False, True)),
         Fault("rounded moments are rounded again", "_convert_moment", never("A == B and C == D")),
     ),
-    *File("sharding/_leaf_blocks.py", EIGHT_BIT).faults(
+    *File("sharding/elements/_leaf_blocks.py", EIGHT_BIT).faults(
         Fault(
             "elements take the scale of the next block",
             "BlockMap.gather",
@@ -84,7 +84,7 @@ MUTANTS = [
         Fault("all ranks with a part of a block send its scale", "BlockMap.scatter", bare("A & (B < C)")),
         Fault("parts that cut blocks are taken", "_part_shape", never("A if has_rows else B")),
     ),
-    *File("optim/_shapes.py", ("tests/optim/test_shapes.py",)).faults(
+    *File("optim/checks/_shapes.py", ("tests/optim/checks/test_shapes.py",)).faults(
         Fault(
             "an update of another shape is broadcast onto its parameter",
             "check_updates",
@@ -111,10 +111,10 @@ MUTANTS = [
         Fault("shapes are not compared", "_have_same_shapes", becomes("A.shape == B.shape", "True")),
         Fault("pieces of a shard count as another shape", "_shape", becomes("A if rest else B", "first")),
     ),
-    *File("optim/_adam.py", ("tests/optim/test_shapes.py",)).faults(
+    *File("optim/_adam.py", ("tests/optim/checks/test_shapes.py",)).faults(
         Fault("Adam broadcasts a gradient onto its moments", "_moments", skipped("check_moment(A, B, C)")),
     ),
-    *File("optim/_adafactor.py", ("tests/optim/test_shapes.py",)).faults(
+    *File("optim/_adafactor.py", ("tests/optim/checks/test_shapes.py",)).faults(
         Fault("Adafactor broadcasts means of another shape", "_check_means", never("A != B")),
     ),
     *File("optim/_norms.py", WRAPPERS).faults(
@@ -131,12 +131,12 @@ MUTANTS = [
         ),
         Fault("the padding of a shard is sent to owners", "_parts_to_shards", never("A > B")),
     ),
-    *File("optim/_wrappers.py", FULL_LEAVES).faults(
+    *File("optim/wrappers/_wrappers.py", FULL_LEAVES).faults(
         Fault("a mask selects whole units, not elements", "where", bare("torch.where(B != 0, A, C)"), WRAPPERS),
         Fault("a mask takes memory for a state of no leaf", "masked.init", never("not any(A)"), WRAPPERS),
         Fault("masked leaves count in norms", "masked.update", bare("B(A, C)", at="3 of 3"), OPTIM_LAWS),
     ),
-    *File("optim/_on_full_leaves.py", FULL_LEAVES).faults(
+    *File("optim/wrappers/_on_full_leaves.py", FULL_LEAVES).faults(
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
     ),
     *File("optim/_muon.py", FULL_LEAVES).faults(
@@ -145,7 +145,7 @@ MUTANTS = [
         ),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
-    *File("sharding/_segments.py", OPTIM_LAWS).faults(
+    *File("sharding/elements/_segments.py", OPTIM_LAWS).faults(
         Fault(
             "per_leaf gives a number to the first name of a tied leaf only",
             "_numbers_of_leaves",
@@ -159,7 +159,7 @@ MUTANTS = [
         Fault("params_ema averages the gradients, not the new parameters", "params_ema.update", bare("B(A, grads)")),
         Fault("the average starts in the parameters' memory", "params_ema.init", constant(True, False), OPTIM_LAWS),
     ),
-    *File("optim/_inject_hyperparams.py", WRAPPERS).faults(
+    *File("optim/wrappers/_inject_hyperparams.py", WRAPPERS).faults(
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(
@@ -188,7 +188,7 @@ MUTANTS = [
         Fault("programs run on master weights", "Precision.to_param", never("is_master")),
         Fault("init rounds the shards that are masters", "Precision._dtype_of_shard", never("is_master and A and B")),
     ),
-    *File("optim/_master_weights.py", SHARD_MASTERS).faults(
+    *File("optim/wrappers/_master_weights.py", SHARD_MASTERS).faults(
         Fault("a state without masters trains half-precision shards", "_check_masters", never("A and B and C")),
         Fault(
             "converted states keep old masters",
@@ -196,7 +196,7 @@ MUTANTS = [
             becomes("_distinct_masters(masters, new)", "masters"),
         ),
     ),
-    *File("optim/_master_weights.py", HALF).faults(
+    *File("optim/wrappers/_master_weights.py", HALF).faults(
         Fault(
             "the master copy is dropped",
             "master_weights.update",
@@ -208,7 +208,7 @@ MUTANTS = [
             becomes("expected", "torch.float32", at="2 of 3"),
         ),
     ),
-    *File("optim/_loss_scaling.py", LOSS_SCALING).faults(
+    *File("optim/wrappers/_loss_scaling.py", LOSS_SCALING).faults(
         Fault("a rank decides alone whether to skip a step", "all_finite", bare("B(A, axes)")),
         Fault("a skipped step changes the state", "_select", becomes("old", "new")),
         Fault(

@@ -20,7 +20,7 @@ MUTANTS = [
         ),
         Fault("python -X dev does not show fzero's frames", "UserFrames.__exit__", dropped("sys.flags.dev_mode")),
     ),
-    *File("optim/_shapes.py", TRACEBACKS).faults(
+    *File("optim/checks/_shapes.py", TRACEBACKS).faults(
         Fault("an update's error shows frames of fzero", "checks_gradients", bare("api_boundary(A)")),
     ),
     *File("_torch/tracing.py", TRACEBACKS).faults(

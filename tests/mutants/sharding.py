@@ -3,7 +3,7 @@
 from tests.mutants.changes import bare, becomes, before, constant, dropped, elsewhere, never, returns
 from tests.mutants.mutant import AXES, HALF, LAWS, LIVE_RANGES, WRITES, Fault, File
 
-FLAT = ("tests/sharding/test_flat.py",)
+FLAT = ("tests/sharding/maps/test_flat.py",)
 RECORDER = ("tests/_torch/test_recorder.py",)
 
 
@@ -36,7 +36,7 @@ MUTANTS = [
             WRITES,
         ),
     ),
-    *File("sharding/_flat.py", FLAT).faults(
+    *File("sharding/maps/_flat.py", FLAT).faults(
         Fault("a flat unit has no padding", "flatten_leaves", never("A")),
         Fault(
             "padding of a flat unit is not zero",
@@ -45,7 +45,7 @@ MUTANTS = [
         ),
         Fault("views of a stand-in ignore its offset", "_view_by_strides", becomes("A.storage_offset()", "0")),
     ),
-    *File("sharding/_unit_dtypes.py", HALF).faults(
+    *File("sharding/maps/_unit_dtypes.py", HALF).faults(
         Fault("gradients are summed in their own dtype", "wire_dtype", becomes("spec.A.B", "x.dtype")),
     ),
     *File("graph/run/_executable.py", FLAT).faults(
@@ -82,21 +82,21 @@ MUTANTS = [
             becomes("A(B, StorageWeakRef(C))", "A(B, C._cdata)"),
         ),
     ),
-    *File("sharding/_segments.py").faults(
+    *File("sharding/elements/_segments.py").faults(
         Fault("the global norm is not summed over the ranks", "global_norm", bare("B(A, axes)")),
         Fault("padding counts in the global norm", "zero_padding", becomes("A < B", "A < B + 9")),
         Fault("a tied leaf counts twice in the global norm", "global_norm", becomes("A[id(B)]", "A[len(A)]")),
     ),
-    *File("sharding/_units.py").faults(
+    *File("sharding/units/_units.py").faults(
         Fault("tied leaves are stored twice", "assign_units", never("A.B(C) in D")),
         Fault(
             "every leaf is split along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES
         ),
     ),
-    *File("sharding/_unit_maps.py").faults(
+    *File("sharding/maps/_unit_maps.py").faults(
         Fault("a unit is reduced over its axes in the wrong order", "_apply_rows", bare("A[::-1]"), AXES),
     ),
-    *File("sharding/_flat_rows.py").faults(
+    *File("sharding/maps/_flat_rows.py").faults(
         Fault(
             "a simulated rank gets the next rank's shard",
             "_uniform_partition",

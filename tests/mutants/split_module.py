@@ -3,12 +3,12 @@
 from tests.mutants.changes import bare, becomes, constant, dropped, negated, never, renamed, returns, swapped
 from tests.mutants.mutant import Fault, File
 
-SPLIT = ("tests/nn/test_split_module.py",)
+SPLIT = ("tests/nn/split/test_split_module.py",)
 NN = ("tests/nn/test_functional.py",)
 PIPELINE = ("tests/nn/test_module_pipeline.py",)
 
 MUTANTS = [
-    *File("nn/_split_module.py", SPLIT).faults(
+    *File("nn/split/_split_module.py", SPLIT).faults(
         Fault(
             "every block gets the first block's arguments", "_SplitModule.block", becomes("A[B]", "A[0]", at="3 of 3")
         ),
@@ -45,7 +45,7 @@ MUTANTS = [
             PIPELINE,
         ),
     ),
-    *File("nn/_find_blocks.py", SPLIT).faults(
+    *File("nn/split/_find_blocks.py", SPLIT).faults(
         Fault("blocks with other parameters are stacked", "_check_alike", never("mismatches")),
         Fault("a module with several lists of blocks is not refused", "find_blocks", constant(1, 9)),
         Fault("a list of blocks of several classes counts as blocks", "_lists", swapped("==", ">=")),
@@ -53,7 +53,7 @@ MUTANTS = [
         Fault("a block's parameter may be frozen", "check_ownership", never("not A.requires_grad")),
         Fault("a router's loss is dropped without an error", "check_ownership", dropped("'output_router_logits'")),
     ),
-    *File("nn/_shells.py", SPLIT).faults(
+    *File("nn/split/_shells.py", SPLIT).faults(
         Fault("the module may change a tensor between blocks", "BlockHandler.call", never("A and B is not self.x")),
         Fault("blocks may run in any order", "BlockHandler.call", becomes("A != self.count", "self.count >= 3")),
         Fault("a block may get arguments that are not plain", "_check_plain", never("not isinstance(A, B)")),
@@ -64,7 +64,7 @@ MUTANTS = [
         ),
         Fault("a shell is copied with its block", "Shell.__deepcopy__", renamed("copied"), PIPELINE),
     ),
-    *File("nn/_dynamic_block.py", SPLIT).faults(
+    *File("nn/split/_dynamic_block.py", SPLIT).faults(
         Fault("blocks with different constants run as one kind", "_kinds", becomes("A(B, calls)", "B or calls")),
         Fault("constants of functions are not compared", "_same", becomes("bool(A == B)", "True")),
         Fault("blocks that share a constant tensor count as different kinds", "_same", never("A is b")),

@@ -23,7 +23,7 @@ MUTANTS = [
         Fault("leaves need not be stacked", "PipelineSplit.__call__", never("A.shape[0] != B(self.axis)")),
         Fault("a state of a stacked list is not stacked", "map_blocks", becomes("A(B)(C(B))", "B[name]"), TOOLS),
     ),
-    *File("sharding/_units.py", CHECKPOINT).faults(
+    *File("sharding/units/_units.py", CHECKPOINT).faults(
         Fault("the spec of a stacked list has no items", "_unit", becomes("A.get(B)", "None")),
     ),
     *File("zero/_call_checks.py", ERRORS).faults(
@@ -43,7 +43,7 @@ MUTANTS = [
             becomes("A[B[0].axis]", "0 * A[B[0].axis]"),
         ),
     ),
-    *File("checkpoint/_local_tree.py", CHECKPOINT).faults(
+    *File("checkpoint/layout/_local_tree.py", CHECKPOINT).faults(
         Fault(
             "each row of a stacked leaf has the first item's name",
             "_list_unit_parts",
@@ -59,7 +59,7 @@ MUTANTS = [
         Fault("blocks are saved in the ranks' order", "_in_order.sort_key", becomes("A.B", "0", at="4 of 5")),
         Fault("a list with another name is accepted", "_list_unit_parts", never("item is None")),
     ),
-    *File("checkpoint/_ranges.py", CHECKPOINT).faults(
+    *File("checkpoint/layout/_ranges.py", CHECKPOINT).faults(
         Fault(
             "every rank holds all checkpoint groups",
             "TreeLayout.local_span",
@@ -79,13 +79,13 @@ MUTANTS = [
         Fault("stage 0 writes every block", "TreeLayout._owners", dropped("*A")),
         Fault("a copy's group counts as the leaf's own", "TreeLayout.home", dropped("A not in B.C")),
     ),
-    *File("checkpoint/_manifest.py", CHECKPOINT).faults(
+    *File("checkpoint/layout/_manifest.py", CHECKPOINT).faults(
         Fault("every manifest has version 2", "Manifest.text", always("any(A.B for A in C.D)")),
         Fault("a coordinate beyond the axis is accepted", "_group", becomes("A < B[C]", "A >= 0")),
         Fault("a copy of no leaf is accepted", "_group", becomes("set(A.B)", "set()")),
         Fault("a leaf with copies only is accepted", "_manifest", dropped("A not in B.C")),
     ),
-    *File("checkpoint/_json_values.py", CHECKPOINT).faults(
+    *File("checkpoint/layout/_json_values.py", CHECKPOINT).faults(
         Fault("a None in place of another rank's blocks is not kept", "_value_like", never("A(B.get(C))")),
     ),
     *File("checkpoint/_load.py", CHECKPOINT).faults(
@@ -100,7 +100,7 @@ MUTANTS = [
     *File("nn/_module_pipeline.py", NN).faults(
         Fault("a pipeline's parameter keeps its path", "ModulePipeline.name.name", returns("path")),
     ),
-    *File("sharding/_segments.py", OPTIMIZERS).faults(
+    *File("sharding/elements/_segments.py", OPTIMIZERS).faults(
         Fault(
             "a mask gets the shape of all stacked blocks, not of one block",
             "abstract.full_leaves",

@@ -5,7 +5,7 @@ from tests.mutants.mutant import AXES, HALF, LAWS, OWN, REMAT, REMAT_SHARDED, WR
 
 REMAT_DRAWS = ("tests/transforms/test_remat_draws.py",)
 
-LOSS_SCALING = ("tests/optim/test_loss_scaling.py",)
+LOSS_SCALING = ("tests/optim/wrappers/test_loss_scaling.py",)
 WEIGHTED_MEANS = ("tests/transforms/test_weighted_means.py",)
 
 MUTANTS = [
@@ -92,7 +92,7 @@ MUTANTS = [
         Fault("every micro-batch is the first one", "MicroBatches.part.narrow", becomes("A * self.size", "0")),
         Fault("accumulated in half precision", "accumulate", bare("A.to(dtype)"), HALF),
     ),
-    *File("sharding/_unit_maps.py").faults(
+    *File("sharding/maps/_unit_maps.py").faults(
         Fault(
             "the gradient of a shard that was not changed is lost",
             "_AsIfBy.backward",

@@ -7,13 +7,13 @@ MESSAGES = ("tests/docs/test_messages.py", "-k", "not processes and not listed")
 PROCESSES = ("tests/docs/test_messages.py", "-k", "processes")
 
 MUTANTS = [
-    *File("optim/_shapes.py", MESSAGES).faults(
+    *File("optim/checks/_shapes.py", MESSAGES).faults(
         Fault("gradients pass as the parameters of an update", "_check_order", never('role_of(A) == "gradients"')),
         Fault("gradients are added as updates", "check_updates", never('role_of(A) == "gradients"')),
         Fault("a lone loss passes as gradients", "_check_order", never("A and not B and not C")),
         Fault("an update and its state pass as updates", "check_updates", never("A and not B")),
     ),
-    *File("optim/_roles.py", MESSAGES).faults(
+    *File("optim/checks/_roles.py", MESSAGES).faults(
         Fault("an old state is not told from a new one", "mark_state", skipped('mark_role(A, "old state")')),
         Fault("the new state of an update is not known", "mark_state", skipped('mark_role(A, "state")')),
     ),

@@ -4,28 +4,28 @@ from tests.mutants.changes import always, bare, becomes, constant, dropped, neve
 from tests.mutants.mutant import Fault, File
 
 TUNE = ("tests/tuning/test_tune.py",)
-MODELS = ("tests/tuning/test_model_names.py",)
+MODELS = ("tests/tuning/models/test_model_names.py",)
 MODEL_AXES = ("tests/tuning/test_model_axes.py",)
 COST = ("tests/graph/planning/test_cost.py",)
 LINKS = ("tests/graph/planning/test_links.py",)
 RULES = ("tests/tuning/test_rules.py",)
 PARALLELISM = ("tests/tuning/test_parallelism.py",)
-CALIBRATE = ("tests/tuning/test_calibrate.py",)
-WATCH = ("tests/tuning/test_watch.py",)
+CALIBRATE = ("tests/tuning/machines/test_calibrate.py",)
+WATCH = ("tests/tuning/measurements/test_watch.py",)
 ALLOCATIONS = ("tests/_torch/test_allocations.py",)
 PEER_ESTIMATES = ("tests/tuning/test_peer_estimates.py",)
-EXTRAPOLATION = ("tests/tuning/test_extrapolation.py",)
-GOODPUT = ("tests/tuning/test_goodput.py",)
+EXTRAPOLATION = ("tests/tuning/search/test_extrapolation.py",)
+GOODPUT = ("tests/tuning/long_runs/test_goodput.py",)
 COMMAND = ("tests/tuning/test_command.py",)
-BOUNDS = ("tests/tuning/test_bounds.py",)
+BOUNDS = ("tests/tuning/models/test_bounds.py",)
 EXPORTS = ("tests/tuning/exports/test_exports.py",)
 
 MUTANTS = [
-    *File("tuning/_bounds.py", BOUNDS).faults(
+    *File("tuning/models/_bounds.py", BOUNDS).faults(
         Fault("a bound repeats the last product of a block", "_StepBounds.block", becomes("sum(A[:-1])", "sum(A)")),
         Fault("a bound counts a pipeline's bubble twice", "_StepBounds.seconds", becomes("A.pp - 1", "2 * A.pp - 2")),
     ),
-    *File("tuning/_best_first.py", BOUNDS).faults(
+    *File("tuning/search/_best_first.py", BOUNDS).faults(
         Fault("a search by bounds ends at the first row", "search_by_bounds", becomes("A.B.C >= D", "D < math.inf")),
         Fault("a search by bounds plans all rows", "search_by_bounds", becomes("min(A, B - len(C))", "A")),
         Fault("a configuration is skipped by a row that fits", "search_by_bounds", dropped("A(B, C)", at="1 of 1")),
@@ -45,18 +45,18 @@ MUTANTS = [
             "a table leaves out the columns of its layouts", "Table._select_settings", dropped("A in B"), PARALLELISM
         ),
     ),
-    *File("tuning/_search.py", TUNE).faults(
+    *File("tuning/search/_search.py", TUNE).faults(
         Fault(
             "a pool of processes is used although a fork cannot differentiate",
             "_processes",
             never("A > 1 and not B()"),
-            ("tests/tuning/test_search.py",),
+            ("tests/tuning/search/test_search.py",),
         ),
         Fault(
             "processes start although all rows are known",
             "open_pool.start",
             never("A is not None"),
-            ("tests/tuning/test_search.py",),
+            ("tests/tuning/search/test_search.py",),
         ),
         Fault("a configuration that fits is skipped", "is_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
         Fault("configurations that cannot fit are planned", "is_surely_too_large", returns("False")),
@@ -71,7 +71,7 @@ MUTANTS = [
         Fault("the first rank is the fullest", "_fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
         Fault("a step on a mesh of another size is planned", "_check_mesh", never("expected"), PARALLELISM),
     ),
-    *File("tuning/_extrapolation.py", EXTRAPOLATION).faults(
+    *File("tuning/search/_extrapolation.py", EXTRAPOLATION).faults(
         Fault(
             "models of 1, 2 and 3 blocks are extrapolated",
             "_DEPTHS_BY_PARITY",
@@ -130,7 +130,7 @@ MUTANTS = [
             "every second block counts as smaller in memory than products",
             "Configuration.holds_no_less_than",
             always("self.remat is False"),
-            ("tests/tuning/test_search.py",),
+            ("tests/tuning/search/test_search.py",),
         ),
         Fault(
             "offload counts as taking device memory",
@@ -172,7 +172,7 @@ MUTANTS = [
             PARALLELISM,
         ),
     ),
-    *File("tuning/_machine.py", TUNE).faults(
+    *File("tuning/machines/_machine.py", TUNE).faults(
         Fault("each device counts the whole host's memory speed", "Machine.as_hardware", bare("A / self.B")),
         Fault("the machine's own host link is ignored", "Machine.as_hardware", becomes("self.link", "50000000000.0")),
         Fault(
@@ -182,7 +182,7 @@ MUTANTS = [
         ),
         Fault("links= is ignored", "Machine.as_hardware", dropped("links=self.links")),
     ),
-    *File("tuning/_named_machines.py", TUNE).faults(
+    *File("tuning/machines/_named_machines.py", TUNE).faults(
         Fault(
             "a calibrated machine is replaced by the CPU's constants",
             "machine_of",
@@ -234,24 +234,24 @@ MUTANTS = [
     *File("graph/_ir.py", TUNE).faults(
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
     ),
-    *File("tuning/_steps.py", MODELS).faults(
+    *File("tuning/models/_steps.py", MODELS).faults(
         Fault("the other half of the blocks recomputes too", "_forms_of_block", never("A == B")),
         Fault("a chunked loss has all logits at once", "_head_loss", never("A.chunked")),
     ),
-    *File("tuning/_model_names.py", MODELS).faults(
+    *File("tuning/models/_model_names.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
         Fault("grouped key heads count like query heads", "_block", dropped("A.kv_heads")),
         Fault("a mixture has the parameters of one expert", "_block", never("count", at="1 of 2")),
         Fault("head_dim of the configuration is ignored", "ModelShape.head_width", dropped("self.head")),
     ),
-    *File("tuning/_steps.py", MODELS).faults(
+    *File("tuning/models/_steps.py", MODELS).faults(
         Fault("attention is always fused", "_attention", never("A.explicit")),
         Fault("a text beyond the model's positions is accepted", "model_step", never("0 < A.positions < B")),
         Fault("the planner does not split experts", "_rules", never("A.ep > 1")),
         Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
         Fault("the planner may split an attention head", "ModelStep._check", never("A % B.tp"), PARALLELISM),
     ),
-    *File("tuning/_steps.py", MODEL_AXES).faults(
+    *File("tuning/models/_steps.py", MODEL_AXES).faults(
         Fault("a norm's gradient is that of one rank's tokens", "_for_own_tokens", never("A.sequence")),
         Fault("ranks along tp hold all tokens between layers", "ModelStep._options", never("A > 1 and B and C == 0")),
         Fault("ranks along cp have the positions of the first", "_learned_positions", never("axis_if_bound('cp')")),
@@ -333,7 +333,7 @@ MUTANTS = [
         Fault("the recipe forgets blocks that are not alike", "_model_lines", never("A.B", at="2 of 3")),
         Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.pipeline_stages > 1")),
     ),
-    *File("tuning/_watch.py", WATCH).faults(
+    *File("tuning/measurements/_watch.py", WATCH).faults(
         Fault("the first call is measured", "WatchedStep.__call__", dropped("A > 0")),
         Fault("the call that compiles is measured", "WatchedStep.__call__", bare("A or self.B")),
         Fault("every call is compared with the last plan", "WatchedStep._plan", never("A is not None")),
@@ -342,12 +342,12 @@ MUTANTS = [
         Fault("rows are written to the file twice", "WatchedStep._write", bare("A[B:]")),
         Fault("a hint is printed at each call", "WatchedStep._write", skipped("self._reported.add(A.key)")),
     ),
-    *File("tuning/_measurement.py", WATCH).faults(
+    *File("tuning/measurements/_measurement.py", WATCH).faults(
         Fault("a workspace counts as a second copy", "_memory_hints", becomes("outside - workspace", "outside")),
         Fault("the peak leaves out memory held before the call", "StepMeasurement.peak_bytes", bare("A + B")),
         Fault("the slowest call is taken for the median", "_time_hints", becomes("median", "max")),
     ),
-    *File("tuning/_meter.py", WATCH).faults(
+    *File("tuning/measurements/_meter.py", WATCH).faults(
         Fault(
             "the peak of a GPU is not reset between calls",
             "_DeviceMeter.__call__",
@@ -360,7 +360,7 @@ MUTANTS = [
         ),
         Fault("the user's profiler is ended", "allocations", never("A()")),
     ),
-    *File("tuning/_calibrate.py", CALIBRATE).faults(
+    *File("tuning/machines/_calibrate.py", CALIBRATE).faults(
         Fault("the speeds of float32 and half precision are swapped", "calibrate", becomes("(A / B, C)", "(B / A, C)")),
         Fault("the speed of a copy counts wrong bytes", "_copy_speed", becomes("2 * 4", "-4")),
         Fault("the latency of a ring is counted in its speed", "_fit_links", bare("A - (B - 1) * C")),
@@ -393,17 +393,17 @@ MUTANTS = [
     *File("tuning/_search_space.py", MODELS).faults(
         Fault("codes are planned as full numbers", "Configuration.policy", always("A.gather is None")),
     ),
-    *File("tuning/_steps.py", MODELS).faults(
+    *File("tuning/models/_steps.py", MODELS).faults(
         Fault("moments of 8 bits are planned as float32", "ModelStep.__call__", dropped("moments=A.moments")),
     ),
     *File("tuning/_search_space.py", PARALLELISM).faults(
         Fault("all pipelines have the fewest stages", "Configuration.pipeline_stages", dropped("self.stages_per_rank")),
         Fault("a schedule takes any number of stages", "_is_schedule", always("not A or B <= int(A) <= C")),
     ),
-    *File("tuning/_goodput.py", GOODPUT).faults(
+    *File("tuning/long_runs/_goodput.py", GOODPUT).faults(
         Fault("Daly's formula forgets that steps stand still", "save_interval", becomes("A - save", "A")),
     ),
-    *File("tuning/_simulated_run.py", GOODPUT).faults(
+    *File("tuning/long_runs/_simulated_run.py", GOODPUT).faults(
         Fault(
             "a run of many devices fails like one device", "SimulatedRun._lifetime", becomes("A / self.devices", "A")
         ),

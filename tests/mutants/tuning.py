@@ -3,11 +3,11 @@
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, swapped
 from tests.mutants.mutant import Fault, File
 
-RATIO = ("tests/tuning/test_ratio.py",)
-COSTS = ("tests/tuning/test_costs.py",)
+RATIO = ("tests/tuning/offload/test_ratio.py",)
+COSTS = ("tests/tuning/offload/test_costs.py",)
 
 MUTANTS = [
-    *File("tuning/_ratio.py", RATIO).faults(
+    *File("tuning/offload/_ratio.py", RATIO).faults(
         Fault("the search returns a ratio that does not fit", "_first_fit", returns("low", at="3 of 3")),
         Fault("the search returns one part too many", "_first_fit", returns("min(high + 1, parts)", at="3 of 3")),
         Fault("the search ends early", "_first_fit", becomes("A - B > 1", "A - B > 2")),
@@ -32,7 +32,7 @@ MUTANTS = [
     *File("tuning/_row.py", RATIO).faults(
         Fault("a budget of nan is accepted", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
-    *File("tuning/_offload_costs.py", COSTS).faults(
+    *File("tuning/offload/_offload_costs.py", COSTS).faults(
         Fault(
             "each rank counts the whole host's memory speed",
             "OffloadCosts.chain_seconds",
@@ -59,7 +59,7 @@ MUTANTS = [
         Fault("a ratio is rounded down", "OffloadCosts.first_fit", becomes("math.ceil", "math.floor")),
         Fault("the fastest ratio need not fit", "OffloadCosts.fastest", dropped("first")),
     ),
-    *File("tuning/_offload_work.py", COSTS).faults(
+    *File("tuning/offload/_offload_work.py", COSTS).faults(
         Fault(
             "an offloaded update counts no writes of its results",
             "OffloadWork.update_bytes",

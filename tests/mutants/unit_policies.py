@@ -6,11 +6,11 @@ from tests.mutants.mutant import Fault, File
 UNITS = ("tests/sharding",)
 
 MUTANTS = [
-    *File("sharding/_units.py", UNITS).faults(
+    *File("sharding/units/_units.py", UNITS).faults(
         Fault("a default unit may have any size", "_divide_large", always("sum(A.values()) <= B")),
         Fault("the cap counts leaves before they are split", "_divide_large", bare("A // math.prod(B)")),
     ),
-    *File("sharding/_subtrees.py", UNITS).faults(
+    *File("sharding/units/_subtrees.py", UNITS).faults(
         Fault(
             "small units are joined beyond the upper size",
             "_divide",
@@ -23,7 +23,7 @@ MUTANTS = [
         Fault("large children are one piece", "_divide", always("max(A, default=0) < B")),
         Fault("a piece is named by its first subtree", "_subtree", always("A == last")),
     ),
-    *File("sharding/_units_by_size.py", UNITS).faults(
+    *File("sharding/units/_units_by_size.py", UNITS).faults(
         Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),
         Fault("leaves over different axes share a unit", "_kind", always("A is None")),
         Fault("leaves with different splits share a unit", "_kind", bare("tuple(sorted(B or A))")),
@@ -32,7 +32,7 @@ MUTANTS = [
         Fault("by_granularity may make units beyond its cap", "by_granularity", dropped("A.numel <= B")),
         Fault("a node's own leaves may exceed the cap", "_unit", dropped("A[B].C <= D")),
     ),
-    *File("sharding/_unit_policy.py", UNITS).faults(
+    *File("sharding/units/_unit_policy.py", UNITS).faults(
         Fault("a rule of sizes takes tied leaves for separate leaves", "find_unit_leaves", never("A.B(C) in D")),
     ),
 ]

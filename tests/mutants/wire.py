@@ -1,10 +1,10 @@
-"""Faults in what codecs send: fzero/codecs, fzero/sharding/_coded.py, and the passes that order their collectives."""
+"""Faults in what codecs send: fzero/codecs, fzero/sharding/maps, and the passes that order their collectives."""
 
 from tests.mutants.changes import always, becomes, constant, dropped, never
 from tests.mutants.mutant import Fault, File
 
 CODECS = ("tests/codecs/test_codecs.py",)
-CODED = ("tests/sharding/test_coded.py",)
+CODED = ("tests/sharding/maps/test_coded.py",)
 
 MUTANTS = [
     *File("codecs/_quantize.py", CODECS).faults(
@@ -30,17 +30,17 @@ MUTANTS = [
         Fault("the gradient is rounded, too", "_Round.backward", becomes("A[0]", "A[0].bfloat16().float()")),
         Fault("a vmap rounds all its values as one tensor", "_Round.vmap", becomes("leading + 1", "leading")),
     ),
-    *File("sharding/_block_ranges.py", CODED).faults(
+    *File("sharding/elements/_block_ranges.py", CODED).faults(
         Fault("blocks begin where a shard begins", "block_range", becomes("begin % block", "0")),
         Fault("a range has the scales of the unit's first blocks", "UnitRange.own", becomes("self.first", "0")),
     ),
-    *File("sharding/_coded_rows.py", CODED).faults(
+    *File("sharding/maps/_coded_rows.py", CODED).faults(
         Fault("each rank has scales of its own", "", becomes("A.amax(0)", "A[0]")),
         Fault("the sums of codes have too few bytes", "_bytes_of_sum", becomes("A * ranks", "A")),
         Fault("sums of bytes are never negative", "sums_of_bytes", becomes("A - (1 << B)", "A")),
         Fault("a rank adds its own codes alone", "sum_payloads", becomes("A.sum(0)", "A[0]")),
     ),
-    *File("sharding/_unit_maps.py", CODED).faults(
+    *File("sharding/maps/_unit_maps.py", CODED).faults(
         Fault("one rank rounds a sum that it does not send", "_is_single", constant(1, 0)),
         Fault(
             "at stage 0 the gradients of experts are summed without codes",

@@ -160,7 +160,7 @@ MUTANTS = [
             "the checksum reads a lazy conjugate as it is stored", "_rows", dropped("not (A.is_conj() or A.is_neg())")
         ),
     ),
-    *File("sharding/_element_ranges.py", AGREEMENT).faults(
+    *File("sharding/elements/_element_ranges.py", AGREEMENT).faults(
         Fault(
             "a strided tensor is copied whole",
             "slice_elements",
@@ -196,7 +196,7 @@ MUTANTS = [
     *File("optim/_base.py", SETUP).faults(
         Fault("init accepts an optimizer of torch.optim", "as_optimizer", skipped("A(B, C)")),
     ),
-    *File("sharding/_units.py", SHARDED_STEP).faults(
+    *File("sharding/units/_units.py", SHARDED_STEP).faults(
         Fault("units are sharded over no axis", "shard_axes", never("axes")),
     ),
 ]

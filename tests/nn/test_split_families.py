@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fzero.nn._split_module import split_module
+from fzero.nn.split._split_module import split_module
 from tests.nn.helpers import run
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.optim._states import _STATES
-from fzero.optim._torch_hints import _EQUIVALENTS
+from fzero.optim.checks._torch_hints import _EQUIVALENTS
 from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import cases, examples, train_step_for
 from tests.optim.helpers import (
@@ -413,7 +413,7 @@ def test_every_public_state_class_counts_as_an_optimizer_state():
 
 def test_every_optimizer_that_torch_has_too_is_in_the_torch_hints():
     classes = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    assert {name for name in optim.__all__ if name in classes} == {*_EQUIVALENTS}, "optim/_torch_hints.py"
+    assert {name for name in optim.__all__ if name in classes} == {*_EQUIVALENTS}, "optim/checks/_torch_hints.py"
 
 
 # Optimizers of others.

@@ -15,8 +15,8 @@ import pytest
 import fzero
 from fzero.__main__ import main
 from fzero.tuning import Table
-from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case, page
+from fzero.tuning.models._model_names import PRESETS
 from tests.distributed.launch import python
 from tests.helpers import either
 from tests.tuning.helpers import TINY

@@ -12,14 +12,14 @@ import fzero
 from fzero import tuning
 from fzero.parallel.schedules import NAMES, schedule
 from fzero.tuning import CPU, H100, Configuration, Table
-from fzero.tuning._extrapolation import depths_of
-from fzero.tuning._model_names import PRESETS
 from fzero.tuning._page import Case, page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
-from fzero.tuning._search import ConfigurationPlanner, _fullest_of
 from fzero.tuning._search_space import TuneOptions, make_search_space
-from fzero.tuning._steps import _matrices
+from fzero.tuning.models._model_names import PRESETS
+from fzero.tuning.models._steps import _matrices
+from fzero.tuning.search._extrapolation import depths_of
+from fzero.tuning.search._search import ConfigurationPlanner, _fullest_of
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step

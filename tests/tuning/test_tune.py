@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Table
-from fzero.tuning._machine import _CONSTANTS
-from fzero.tuning._named_machines import MACHINES
-from fzero.tuning._search import ConfigurationPlanner
+from fzero.tuning.machines._machine import _CONSTANTS
+from fzero.tuning.machines._named_machines import MACHINES
+from fzero.tuning.search._search import ConfigurationPlanner
 from tests.helpers import cases, either, examples
 from tests.tuning.spaces import make_step, planned
 

@@ -10,16 +10,21 @@ import torch
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
-from fzero.checkpoint._bounded_json import parse_json
-from fzero.checkpoint._chunks import ChunkRange, full_chunk, runs
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
-from fzero.checkpoint._json_values import is_empty
-from fzero.checkpoint._local_tree import LocalTree, local_tree
-from fzero.checkpoint._manifest import DTYPES
-from fzero.checkpoint._ranges import Leaf
 from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._tensor_bytes import is_direct, view_bytes
+from fzero.checkpoint.layout import (
+    DTYPES,
+    ChunkRange,
+    Leaf,
+    LocalTree,
+    full_chunk,
+    is_empty,
+    local_tree,
+    parse_json,
+    runs,
+)
 from fzero.ranks import Mesh, all_gather_numbers
 from fzero.sharding import put_elements, slice_elements
 from fzero.tree import Tree

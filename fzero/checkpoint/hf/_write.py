@@ -14,13 +14,11 @@ from fzero._arguments import check_int
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import agree, all_or_none
-from fzero.checkpoint._chunks import ChunkRange, full_chunk, runs
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
-from fzero.checkpoint._local_tree import LocalTree, local_tree
-from fzero.checkpoint._manifest import NAMES
 from fzero.checkpoint._tensor_bytes import byte_views, view_bytes
 from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
+from fzero.checkpoint.layout import NAMES, ChunkRange, LocalTree, full_chunk, local_tree, runs
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import slice_elements
 from fzero.tree import Tree

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from fzero._format import format_bytes
 from fzero._report import Report
-from fzero.tuning._machine import Machine
-from fzero.tuning._model_names import ModelShape
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import REMAT_WORDS, Configuration
 from fzero.tuning.exports._peaks import Sizes, States, sizes_of
+from fzero.tuning.machines import Machine
+from fzero.tuning.models import ModelShape
 
 __all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "without"]
 

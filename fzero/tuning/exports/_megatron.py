@@ -1,8 +1,8 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
-from fzero.tuning._model_names import ModelShape
 from fzero.tuning._search_space import EVERY_SECOND
 from fzero.tuning.exports._export import Export, PlannedRun, make_export, without
+from fzero.tuning.models import ModelShape
 
 __all__ = ["megatron"]
 

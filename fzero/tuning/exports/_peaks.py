@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from fzero import tree
 from fzero.graph import jit
-from fzero.tuning._machine import Machine
-from fzero.tuning._model_names import TENSOR, ModelShape, init
-from fzero.tuning._search import ConfigurationPlanner, PlanCache
 from fzero.tuning._search_space import Configuration
-from fzero.tuning._steps import ModelStep
+from fzero.tuning.machines import Machine
+from fzero.tuning.models import TENSOR, ModelShape, ModelStep, init
+from fzero.tuning.search import ConfigurationPlanner, PlanCache
 
 __all__ = ["Sizes", "States", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]
 

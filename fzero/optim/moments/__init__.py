@@ -1,0 +1,29 @@
+"""Moments in fewer bytes: in 8 bits with a scale for each block of elements, and in bfloat16."""
+
+from fzero.optim.moments._moments import (
+    EightBit,
+    Moments,
+    MomentsLike,
+    SixteenBit,
+    check_moment,
+    elements_of,
+    init_moment,
+    kind_of,
+    map_moments,
+    moments_of,
+)
+from fzero.optim.moments._rounding import round_at_random
+
+__all__ = [
+    "EightBit",
+    "Moments",
+    "MomentsLike",
+    "SixteenBit",
+    "check_moment",
+    "elements_of",
+    "init_moment",
+    "kind_of",
+    "map_moments",
+    "moments_of",
+    "round_at_random",
+]

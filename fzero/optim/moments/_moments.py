@@ -1,0 +1,351 @@
+"""Moments in fewer bytes: the policy, the state of an 8-bit moment, and elementwise updates of such moments."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._arguments import check_choice
+from fzero._tracebacks import api_boundary_of_class
+from fzero.collectives import all_gather
+from fzero.optim.checks import check_gradients_like
+from fzero.optim.moments._eight_bit import ZERO, DynamicCode, decode, dynamic_code, encode
+from fzero.optim.moments._sixteen_bit import SixteenBit, full_leaves, init_sixteen_bit, map_sixteen_bit, wide_dtype
+from fzero.sharding import (
+    BlockMap,
+    Shard,
+    Slot,
+    block_shape,
+    block_spec,
+    blocks_of_leaf,
+    box_of,
+    check_on_device,
+    is_box,
+    map_of_blocks,
+    traced_spec,
+)
+from fzero.tree import Tree
+
+__all__ = [
+    "EightBit",
+    "Moments",
+    "MomentsLike",
+    "SixteenBit",
+    "check_moment",
+    "elements_of",
+    "init_moment",
+    "kind_of",
+    "map_moments",
+    "moments_of",
+]
+
+_MIN_NUMEL = 4096  # bitsandbytes' min_8bit_size
+
+
+def _is_small(path: str, leaf: torch.Tensor) -> bool:
+    return leaf.ndim < 2 or leaf.numel() < _MIN_NUMEL
+
+
+class EightBit(NamedTuple):
+    """A moment in 8 bits: trees like the parameters.
+
+    Attributes:
+        codes: a byte for each element (uint8): the number of a value of the dynamic code.
+        scales: the largest absolute value of each block of 256 elements, in float32. The scales of a leaf
+            `[.., 256 n]` are `[.., n]`, those of another leaf are `[blocks]`. A leaf in full precision has a scale of
+            its own shape, which is the moment.
+    """
+
+    codes: Tree
+    scales: Tree
+
+
+@api_boundary_of_class
+@dataclass(frozen=True)
+class Moments:
+    """How an optimizer stores its moments.
+
+    Attributes:
+        kind: "int8" for a byte an element and a scale for each block of 256 elements (arXiv:2110.02861), or "bfloat16"
+            for two bytes an element, rounded stochastically.
+        full: a rule `(path, leaf) -> bool` for leaves whose moments stay in float32. By default these are leaves of
+            fewer than 4096 elements, and those with fewer than two dimensions, such as norms and biases. `leaf` is the
+            full leaf, on the meta device.
+
+    Raises:
+        ValueError: if `kind` is none of these.
+
+    Example:
+        >>> from fzero import optim
+        >>> moments = Moments("int8", full=lambda path, leaf: "embed" in path or leaf.ndim < 2)
+        >>> state = optim.adamw(3e-4, moments=moments).init({"w": torch.ones(4, 512), "embed": torch.ones(9, 512)})
+        >>> state.mu.codes["w"].dtype, state.mu.scales["w"].shape, state.mu.scales["embed"].shape
+        (torch.uint8, torch.Size([4, 2]), torch.Size([9, 512]))
+    """
+
+    kind: Literal["int8", "bfloat16"]
+    full: Callable[[str, torch.Tensor], bool] = _is_small
+
+    def __post_init__(self) -> None:
+        """Check the kind."""
+        check_choice("moments", self.kind, ("int8", "bfloat16"))
+
+    def is_full(self, path: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return whether the moments of a leaf stay in full precision; those of integers and of single numbers do."""
+        leaf = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return not dtype.is_floating_point or leaf.numel() < 2 or bool(self.full(path, leaf))
+
+
+MomentsLike = Moments | Literal["int8", "bfloat16"] | None
+
+
+_KINDS = {"int8": "in 8 bits", "bfloat16": "in bfloat16", None: "in the parameters' dtypes"}
+
+
+def kind_of(moment: Tree) -> str | None:
+    """Return how a moment is stored: a kind of `Moments`, or None for a tree in the parameters' dtypes."""
+    return {EightBit: "int8", SixteenBit: "bfloat16"}.get(type(moment))
+
+
+def elements_of(moment: Tree) -> Tree:
+    """Return the tree of a moment that has an entry for each of the parameters' elements."""
+    return moment[0] if isinstance(moment, EightBit | SixteenBit) else moment
+
+
+def moments_of(moments: Any) -> Moments | None:
+    """Return the policy that an optimizer's argument `moments` means.
+
+    Raises:
+        TypeError: if it is no policy, no kind of moments and not None.
+    """
+    if moments is None or isinstance(moments, Moments):
+        return moments
+    if not isinstance(moments, str):
+        raise TypeError(f'moments={moments!r}: expected "int8", "bfloat16", an optim.Moments, or None')
+    return Moments(moments)  # pyright: ignore[reportArgumentType]  # it checks the kind
+
+
+def check_moment(moment: Tree, grads: Tree, policy: Moments | None) -> None:
+    """Check that a moment is stored as an optimizer stores it, and is of leaves like the gradients.
+
+    Raises:
+        TypeError: if it is stored in another way.
+        ValueError: if the gradients have another structure or other shapes.
+    """
+    actual, expected = kind_of(moment), None if policy is None else policy.kind
+    if actual != expected:
+        raise TypeError(
+            f"opt_state holds moments {_KINDS[actual]}, and the optimizer stores them {_KINDS[expected]}: convert the "
+            "state, inside the mesh, by optim.convert_moments(opt_state, like=opt.init(params))"
+        )
+    check_gradients_like(elements_of(moment), grads, "state")
+
+
+def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
+    """Return a moment of zeros: a tree like the parameters, or an `EightBit`.
+
+    Args:
+        params: the parameters, on any layout.
+        policy: how to store the moment; None for the dtypes of the parameters.
+        signed: whether the moment may be negative.
+    """
+    if policy is None:
+        return tree.map(torch.zeros_like, params)
+    if policy.kind == "bfloat16":
+        return init_sixteen_bit(params, policy.is_full)
+    codes = tree.map(lambda p: torch.full_like(p, ZERO[signed], dtype=torch.uint8), params)
+    paths, entries, structure = tree.flatten_with_paths(params, is_box)
+    tied: dict[int, torch.Tensor] = {}
+    scales: list[Any] = list(entries)
+    for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
+        if isinstance(x, torch.Tensor):
+            if id(x) not in tied:
+                shape = x.shape if policy.is_full(path, x.shape, x.dtype) else block_shape(x.shape)
+                tied[id(x)] = torch.zeros(shape, dtype=wide_dtype(x.dtype), device=x.device)
+            scales[i] = tied[id(x)]
+        elif isinstance(x, Shard):
+            check_on_device(x, "an 8-bit moment")
+            scales_id = _scales_id(x.spec_id, policy)
+            scales[i] = box_of(
+                scales_id, [x.data.new_zeros(traced_spec(scales_id).shard_numel, dtype=wide_dtype(x.dtype))]
+            )
+        elif isinstance(x, Slot):
+            scales[i] = Slot(_scales_id(x.spec_id, policy), x.index)
+    return EightBit(codes, tree.unflatten(structure, scales))
+
+
+def _scales_id(spec_id: int, policy: Moments) -> int:
+    return block_spec(spec_id, full_leaves(spec_id, policy.is_full))
+
+
+def map_moments(
+    f: Callable[..., tuple[torch.Tensor, ...]],
+    signed: Sequence[bool],
+    grads: Tree,
+    moments: Sequence[EightBit] | Sequence[SixteenBit],
+    *rest: Tree,
+) -> tuple[Tree, list[EightBit] | list[SixteenBit]]:
+    """Update such moments by an elementwise function, unit by unit, so that one unit's moments exist in float32.
+
+    Args:
+        f: `f(g, *moments, *rest) -> (update, *new_moments)`, elementwise.
+        signed: for each moment, whether it may be negative.
+        grads: the gradients, on any layout.
+        moments: the moments of their leaves, all of one kind.
+        *rest: other trees like the gradients, such as the parameters, or trees of a number for each leaf.
+
+    Returns:
+        A tree of the updates, and the new moments.
+    """
+    sixteen_bit = [moment for moment in moments if isinstance(moment, SixteenBit)]
+    if sixteen_bit:
+        return map_sixteen_bit(f, grads, sixteen_bit, rest)
+    entries, structure = tree.flatten(grads, is_box)
+    parts = [part for moment in moments for part in moment]
+    columns = [tree.leaves_up_to(grads, other, is_box) for other in (*parts, *rest)]
+    tables: dict[torch.device, list[DynamicCode]] = {}
+    rows: list[list[Any]] = []  # for each entry its update, and the bytes and the scales of each moment
+    leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
+    units: list[_Unit] = []
+    for position, (g, *others) in enumerate(zip(entries, *columns, strict=True)):
+        rows.append([None if g is None else x for x in (g, *others[: len(parts)])])  # of a slot
+        if not isinstance(g, torch.Tensor | Shard):
+            continue
+        if g.device not in tables:
+            tables[g.device] = [dynamic_code(sign, g.device) for sign in signed]
+        halves = zip(others[: len(parts) : 2], others[1 : len(parts) : 2], tables[g.device], strict=True)
+        stored = [_Stored(*half) for half in halves]
+        if isinstance(g, Shard):
+            units.append(_unit(position, g, stored, others[len(parts) :]))
+            continue
+        key = tuple([tree.identity(x) for x in (g, *others)])
+        if key not in leaves:
+            leaves[key] = _update_leaf(f, g, stored, others[len(parts) :])
+        rows[position] = leaves[key]
+    new_units = [_update_unit(f, *pair) for pair in zip(units, _maxima_at_borders(f, units), strict=True)]
+    # The scales are sent last: passes of a jitted step that join these collectives would else put all bytes after them.
+    for unit, ((u, *codes), maxima) in zip(units, new_units, strict=True):
+        pairs = zip(codes, unit.blocks.scatter(maxima), strict=True)
+        rows[unit.position] = [u, *[x for pair in pairs for x in pair]]
+    updates, *new = [tree.unflatten(structure, [row[i] for row in rows]) for i in range(1 + len(parts))]
+    return updates, [EightBit(*pair) for pair in zip(new[::2], new[1::2], strict=True)]
+
+
+class _Stored(NamedTuple):
+    """The moment of a leaf or a unit: its bytes, its scales, and the tables of its code."""
+
+    codes: Any
+    scales: Any
+    table: DynamicCode
+
+
+def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[_Stored], rest: Sequence[Any]) -> list[Any]:
+    """Return the update of a full leaf, and the new bytes and scales of each moment."""
+
+    def flat(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.view(-1)[: g.numel()].view(g.shape)
+
+    old = [flat(decode(blocks_of_leaf(m.codes, m.scales), m.scales.reshape(-1, 1), m.table)) for m in moments]
+    u, *new = f(g, *old, *rest)
+    out = [u]
+    for x, m in zip(new, moments, strict=True):
+        blocks = blocks_of_leaf(x, m.scales)
+        is_single = x.shape == m.scales.shape
+        maxima = (blocks if is_single else blocks.abs()).amax(1)
+        out += [flat(encode(blocks, maxima[:, None], m.table)), maxima.view(m.scales.shape)]
+    return out
+
+
+# Units: their numbers are those of full leaves, though a border of a shard may cut a block. The maxima of these blocks
+# need other ranks' elements. So the elements at all borders, 512 a unit, are updated first, and one all_gather sends
+# their maxima. Then each unit is updated on its own: no unit's moments in float32 wait for other ranks.
+
+
+class _Unit(NamedTuple):
+    """A unit's part of an update.
+
+    Attributes:
+        position: the position of its box in the flattened tree.
+        grad: the box of its gradients.
+        moments: its moments.
+        rest: for each other tree, its tensor or number.
+        blocks: the blocks of its elements.
+        scales: the scales of these blocks, `[moments, blocks]`.
+    """
+
+    position: int
+    grad: Shard
+    moments: list[_Stored]
+    rest: list[Any]
+    blocks: BlockMap
+    scales: torch.Tensor
+
+
+def _unit(position: int, grad: Shard, moments: list[_Stored], rest: Sequence[Any]) -> _Unit:
+    check_on_device(grad, "an 8-bit moment")
+    blocks = map_of_blocks(grad.spec_id, moments[0].scales.spec_id, grad.device)
+    scales = blocks.gather([m.scales for m in moments])
+    return _Unit(
+        position=position,
+        grad=grad,
+        moments=moments,
+        rest=[x.data if is_box(x) else x for x in rest],
+        blocks=blocks,
+        scales=scales,
+    )
+
+
+def _maxima_at_borders(f: Any, units: Sequence[_Unit]) -> list[torch.Tensor | None]:
+    """Return for each unit the largest magnitudes in the blocks at the borders of all N shards, `[m, 2 N]`.
+
+    It is None for a unit on one rank. One all_gather serves the units over the same axes.
+    """
+    out: list[torch.Tensor | None] = [None] * len(units)
+    groups: dict[Any, dict[int, torch.Tensor]] = {}
+    for i, unit in enumerate(units):
+        spec = traced_spec(unit.grad.spec_id)
+        if spec.ranks > 1:
+            groups.setdefault((spec.axes, spec.varies, unit.scales.dtype), {})[i] = _own_maxima_at_borders(f, unit)
+    for (axes, *_), own in groups.items():
+        gathered = all_gather(torch.cat(list(own.values())), axes, dim=-1)  # [units m, 2 N]
+        for i, x in zip(own, gathered.split([len(x) for x in own.values()]), strict=True):
+            out[i] = x
+    return out
+
+
+def _own_maxima_at_borders(f: Any, unit: _Unit) -> torch.Tensor:
+    """Return the largest magnitudes of this rank's elements in the blocks of its first and last element, `[m, 2]`."""
+    block, element = unit.blocks.at_borders()  # [2], [2, 256]
+    k = traced_spec(unit.grad.spec_id).shard_numel
+    if not k:
+        return torch.full_like(unit.scales[:, :2], -math.inf)
+    at, index = element.flatten().clamp(max=k - 1), block.repeat_interleave(element.shape[1])
+
+    def part(x: Any) -> Any:
+        return x.index_select(0, at) if isinstance(x, torch.Tensor) and x.ndim else x
+
+    old = [
+        decode(part(m.codes.data), s.index_select(0, index), m.table)
+        for m, s in zip(unit.moments, unit.scales, strict=True)
+    ]
+    _, *new = f(part(unit.grad.data), *old, *map(part, unit.rest))
+    sizes = torch.stack([unit.blocks.magnitudes(x, index).view(element.shape) for x in new])
+    return torch.where(element < k, sizes, -math.inf).amax(-1)
+
+
+def _update_unit(f: Any, unit: _Unit, at_borders: torch.Tensor | None) -> tuple[list[Shard], torch.Tensor]:
+    """Return the update of a unit and the new bytes of each moment; and the scales of the unit's blocks."""
+    spec_id, index = unit.grad.spec_id, unit.blocks.index()
+    old = [
+        decode(m.codes.data, s.index_select(0, index), m.table) for m, s in zip(unit.moments, unit.scales, strict=True)
+    ]
+    u, *new = f(unit.grad.data, *old, *unit.rest)
+    maxima = unit.blocks.maxima(new, index, at_borders)
+    codes = [
+        encode(x, scales.index_select(0, index), m.table)
+        for x, m, scales in zip(new, unit.moments, maxima, strict=True)
+    ]
+    return [box_of(spec_id, [x]) for x in (u, *codes)], maxima

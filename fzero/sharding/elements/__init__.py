@@ -1,0 +1,41 @@
+"""Elements: the leaf, the block and the position of each element of a flat shard."""
+
+from fzero.sharding.elements._block_ranges import UnitRange, block_range
+from fzero.sharding.elements._element_ranges import put_elements, slice_elements
+from fzero.sharding.elements._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
+from fzero.sharding.elements._leaf_positions import element_ids_of_leaf, element_ids_of_shard
+from fzero.sharding.elements._leaf_subset import empty_shape, read_subset, subset_spec, write_subset
+from fzero.sharding.elements._segments import (
+    abstract,
+    check_on_device,
+    check_per_leaf,
+    global_norm,
+    per_leaf,
+    segment_ids,
+    zero_padding,
+)
+
+__all__ = [
+    "BlockMap",
+    "UnitRange",
+    "abstract",
+    "block_range",
+    "block_shape",
+    "block_spec",
+    "blocks_of_leaf",
+    "check_on_device",
+    "check_per_leaf",
+    "element_ids_of_leaf",
+    "element_ids_of_shard",
+    "empty_shape",
+    "global_norm",
+    "map_of_blocks",
+    "per_leaf",
+    "put_elements",
+    "read_subset",
+    "segment_ids",
+    "slice_elements",
+    "subset_spec",
+    "write_subset",
+    "zero_padding",
+]

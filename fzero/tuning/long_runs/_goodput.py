@@ -1,0 +1,215 @@
+"""Goodput: the share of a long run's time that trains, when devices fail, slow down, and state must be saved."""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean, quantiles
+from typing import Any, NamedTuple
+
+from fzero._arguments import check_int
+from fzero._report import FigureReport, new_figure
+from fzero._tracebacks import api_boundary
+from fzero.tuning.long_runs._simulated_run import LOSSES, Reliability, SimulatedRun
+
+__all__ = ["Goodput", "goodput", "save_interval"]
+
+_DAY = 86400.0
+
+
+@api_boundary
+def save_interval(mtbf: float, save: float) -> float:
+    """Return the time from the end of a save to the next one that loses least, in seconds.
+
+    Young's formula is `sqrt(2 save mtbf)`; this is Daly's of higher order.
+
+    Args:
+        mtbf: the mean seconds between failures of the run.
+        save: how long steps stand still for a save, in seconds.
+
+    Raises:
+        ValueError: if `mtbf` is not above 0, or `save` is below 0.
+
+    Example:
+        >>> from fzero import tuning
+        >>> round(tuning.save_interval(mtbf=10_000, save=5))
+        313
+
+    References:
+        Daly: A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 37.
+    """
+    if not (mtbf > 0 and save >= 0):
+        raise ValueError(f"mtbf={mtbf!r}, save={save!r}: expected seconds above 0, and seconds of at least 0")
+    if save >= 2 * mtbf:
+        return mtbf
+    ratio = save / (2 * mtbf)
+    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+
+
+class _Quartiles(NamedTuple):
+    """The quartiles of a number over simulated runs."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class Goodput(FigureReport):
+    """The share of a run's time that trains, made by `fzero.tuning.goodput`. Print it, or plot it.
+
+    `plot` draws the goodput against the time between saves, with its quartiles.
+
+    Attributes:
+        reliability: the assumptions.
+        devices: the number of devices.
+        days: the days of a simulated run.
+        every: seconds from one save to the next.
+        formula: the same by `save_interval`.
+        share: the quartiles of the goodput, from 0 to 1.
+        losses: the mean share of each kind of lost time.
+        failures: the mean number of failures in a run.
+        by_interval: the quartiles for each time between saves that was simulated, in seconds.
+    """
+
+    reliability: Reliability
+    devices: int
+    days: float
+    every: float
+    formula: float
+    share: _Quartiles
+    losses: Mapping[str, float]
+    failures: float
+    by_interval: Mapping[float, _Quartiles]
+
+    _caption = "goodput against the time between saves"
+
+    @property
+    def mean(self) -> float:
+        """The mean goodput, from 0 to 1. With the shares of lost time it makes 1."""
+        return max(1.0 - sum(self.losses.values()), 0.0)
+
+    def __str__(self) -> str:
+        lost = ", ".join([f"{name} {x:.1%}" for name, x in self.losses.items() if x >= 0.0005])
+        low, _, high = self.share
+        return (
+            f"goodput {self.mean:.1%} on average (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days "
+            f"on {self.devices:,} devices, with {self.failures:,.0f} failures and a save every "
+            f"{_duration(self.every)} (by Daly's formula {_duration(self.formula)}). Lost: {lost or 'nothing'}"
+        )
+
+    def _figure(self) -> Any:
+        figure = new_figure(7, 4)
+        axes = figure.subplots()
+        minutes = [every / 60 for every in self.by_interval]
+        low, median, high = zip(*self.by_interval.values(), strict=True)
+        axes.fill_between(minutes, low, high, alpha=0.3, label="quartiles")
+        axes.plot(minutes, median, marker="o", label="median")
+        axes.axvline(self.formula / 60, color="gray", linestyle="--", label="Daly's formula")
+        axes.set(xscale="log", xlabel="minutes between saves", ylabel="goodput")
+        axes.legend()
+        return figure
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 90 else f"{seconds / 60:.3g} min" if seconds < 5400 else _hours(seconds)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h"
+
+
+_MAX_FAILURES = 20_000  # of a run: with more, its mtbf is surely that of all devices
+_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
+
+
+@api_boundary
+def goodput(
+    step_seconds: float,
+    devices: int,
+    reliability: Reliability,
+    *,
+    every: float | None = None,
+    days: float = 30.0,
+    samples: int = 40,
+    seed: int = 0,
+) -> Goodput:
+    """Simulate long runs with failures, slow devices and saves, and return the share of the time that trains.
+
+    Failures of devices are independent, and each interrupts the run. It goes on from the last complete save. Lost are
+    the steps since then, detection and restart, the time of saves, of steps that wait for a slow device, and of devices
+    that are missing until their repair.
+
+    Args:
+        step_seconds: the seconds of a step, such as `table.best().row.seconds`.
+        devices: the number of devices.
+        reliability: the failures, and how long it takes to go on.
+        every: seconds of steps between saves, rounded to whole steps. By default the best of some times around Daly's.
+        days: the days of each run.
+        samples: the number of simulated runs.
+        seed: the seed of the failures. All times between saves meet the same ones.
+
+    Returns:
+        A `Goodput`. Print it, or call its `plot(path)`.
+
+    Raises:
+        TypeError: if `reliability` is none.
+        ValueError: if a number is out of its range, or runs fail so often that `mtbf` must be that of all devices.
+
+    Example:
+        >>> from fzero import tuning
+        >>> what_fails = tuning.Reliability(mtbf=45_000 * 3600, save=4, restart=600)
+        >>> result = tuning.goodput(6.0, 16384, what_fails, days=10, samples=8)
+        >>> 0.85 < result.share.median < 0.95
+        True
+    """
+    check_int("devices", devices)
+    check_int("samples", samples, 2)
+    if not isinstance(reliability, Reliability):
+        raise TypeError(
+            f"reliability={reliability!r}: expected a fzero.tuning.Reliability, such as Reliability(mtbf=1e8)"
+        )
+    for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: expected a number above 0")
+    failures = days * _DAY * devices / reliability.mtbf
+    if failures > _MAX_FAILURES:
+        raise ValueError(
+            f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
+            f"{devices} devices fail each {_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
+            f"{days:g} days"
+        )
+    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY)
+    intervals = [every] if every is not None else [formula * x for x in _FACTORS]
+    rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
+    runs = {
+        interval: [
+            SimulatedRun(
+                reliability=reliability,
+                devices=devices,
+                every=interval,
+                horizon=days * _DAY,
+                rng=random.Random(f"{seed} {i}"),
+            ).simulate()
+            for i in range(samples)
+        ]
+        for interval in rounded
+    }
+    shares = {
+        interval: _Quartiles(*quantiles([x.share for x in results], method="inclusive"))
+        for interval, results in runs.items()
+    }
+    best = max(shares, key=lambda interval: fmean([x.share for x in runs[interval]]))
+    losses = {name: fmean([x.seconds[name] / (days * _DAY) for x in runs[best]]) for name in LOSSES}
+    failures = fmean([x.failures for x in runs[best]])
+    return Goodput(
+        reliability=reliability,
+        devices=devices,
+        days=days,
+        every=best,
+        formula=formula,
+        share=shares[best],
+        losses=losses,
+        failures=failures,
+        by_interval=shares,
+    )

@@ -1,0 +1,313 @@
+"""calibrate: measure the speeds of this machine in a few seconds, for the cost model."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fzero._torch import c10d, is_accelerator, local_accelerator, wait_for_device
+from fzero._tracebacks import api_boundary
+from fzero.ranks import mesh
+from fzero.tuning.machines._machine import Machine
+from fzero.tuning.machines._named_machines import CPU, H100
+
+__all__ = ["calibrate"]
+
+# Stopwatches for products, copies, small operations and messages.
+
+
+_GROUP = 20  # small operations between two readings of the clock
+
+
+def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: int = 1) -> float:
+    """Return the median seconds of a call, over as many calls as fit the budget, and at least one.
+
+    Args:
+        f: the function to call. A first call is not counted.
+        device: the device whose work is waited for.
+        budget: the seconds to spend.
+        group: how many calls there are between two readings of the clock.
+    """
+
+    def run(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            f()
+        wait_for_device(device)
+        return (time.perf_counter() - start) / times
+
+    run(1)
+    samples = []
+    deadline = time.perf_counter() + budget
+    while not samples or time.perf_counter() < deadline:
+        samples.append(run(group))
+    return statistics.median(samples)
+
+
+def _product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
+    """Return the floating-point operations a second of a product of square matrices."""
+    n = 4096 if is_accelerator(device) else 512  # half precision without hardware support takes 0.3 s at 512
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / _seconds(lambda: torch.mm(a, b, out=out), device, budget)
+
+
+def _copy_speed(device: torch.device, budget: float) -> float:
+    """Return the bytes a second that a copy of 64 MB (256 MB on a GPU) reads and writes."""
+    a = torch.zeros((64 if device.type == "cpu" else 256) << 18, device=device)
+    b = torch.empty_like(a)
+    return 2 * 4 * a.numel() / _seconds(lambda: b.copy_(a), device, budget)
+
+
+def _small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> float:
+    """Return the seconds of an operation on a few elements."""
+    a = torch.zeros(16, dtype=dtype, device=device)
+    out = torch.empty_like(a)
+    return _seconds(lambda: torch.add(a, a, out=out), device, budget, _GROUP)
+
+
+def _bytes_to_host(device: torch.device, budget: float) -> float:
+    """Return the bytes a second between a GPU and pinned memory of its host, in the slower direction."""
+    host = torch.empty(64 << 18, pin_memory=True, device="cpu")
+    on_device = torch.empty_like(host, device=device)
+    up = _seconds(lambda: on_device.copy_(host), device, budget / 2)
+    down = _seconds(lambda: host.copy_(on_device), device, budget / 2)
+    return 4 * host.numel() / max(up, down)
+
+
+def _gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> float:
+    """Return the median seconds of an all_gather of `numel` float32 a rank. All ranks of the group must call it."""
+    shard, ranks = torch.zeros(numel, device=device), dist.get_world_size(group)
+
+    def gather() -> torch.Tensor:  # as in a jitted step
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, ranks, group.group_name))
+
+    return _median_of_rounds(gather, device, times)
+
+
+def _measure_message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
+    """Return half the seconds of a round trip of a few bytes between two ranks. Only these two ranks call it."""
+    x, rank = torch.zeros(1, device=device), dist.get_rank()
+
+    def both_ways() -> None:
+        if rank == first:
+            dist.send(x, second)
+            dist.recv(x, second)
+        else:
+            dist.recv(x, first)
+            dist.send(x, first)
+
+    return _median_of_rounds(both_ways, device, times) / 2
+
+
+def _median_of_rounds(f: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Return the median seconds of a collective call. Each rank makes the same number of calls."""
+    seconds = []
+    for i in range(times + 2):
+        start = time.perf_counter()
+        f()
+        wait_for_device(device)
+        if i >= 2:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_USABLE = 0.93  # the share of a device's memory that a step may use, as in the machines by name
+_ROUNDS = 20  # how often each message is timed
+
+
+class _Links(NamedTuple):
+    """The constants of the links between ranks.
+
+    Attributes:
+        speed: bytes a second.
+        latency: seconds of a collective, without the steps of its ring.
+        hop: seconds of one step of the ring.
+        ranks: how many ranks were measured.
+    """
+
+    speed: float
+    latency: float
+    hop: float
+    ranks: int
+
+
+@api_boundary
+def calibrate(seconds: float = 5.0) -> Machine:
+    """Measure the speeds of this machine: products, copies and small operations, and links between ranks.
+
+    A single process measures one device. Under torchrun all ranks measure at once, as in training. They also measure
+    the links within a machine, and between machines if there are several. Constants that were not measured are
+    assumed, and marked so.
+
+    Args:
+        seconds: about how many seconds to take.
+
+    Returns:
+        A `Machine`; `print(machine.constants())` lists each constant with its source. The command `fzero calibrate`
+        stores the machine in the user's cache folder, and `machine="calibrated"` reads it from there.
+
+    Raises:
+        ValueError: if `seconds` is not a number above 0.
+
+    Example:
+        >>> from fzero import tuning
+        >>> machine = tuning.calibrate(0.1)
+        >>> machine.kind, machine.flops > 1e8, machine.launch < 1e-2
+        ('cpu', True, True)
+        >>> machine.constants()[2].source
+        'measured: a copy'
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"seconds={seconds!r}: expected a number above 0")
+    ranks = mesh(dp=-1) if _is_launched() else None
+    device = local_accelerator() or torch.device("cpu")
+    devices = max(torch.accelerator.device_count(), 1)
+    local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    budget = seconds / 8
+    speeds = {dtype: _slowest(_product_speed(dtype, device, budget)) for dtype in _DTYPES}
+    small = {dtype: -_slowest(-_small_seconds(dtype, device, budget / 2)) for dtype in _DTYPES}
+    float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
+    constants = {
+        "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
+        "slow": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
+        "device_memory": (copy := _slowest(_copy_speed(device, budget)), "measured: a copy"),
+        "launch": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
+        "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
+    }
+    constants |= _host_constants(device, copy, local_ranks, budget)
+    constants |= _link_constants(device, local_ranks, ranks.size) if ranks is not None and ranks.size > 1 else {}
+    return _machine(device, constants)
+
+
+def _is_launched() -> bool:
+    return dist.is_available() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) > 1)
+
+
+def _slowest(speed: float) -> float:
+    """Return the smallest value of all ranks, so that all ranks agree."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return speed
+    speeds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(speeds, speed)
+    return min(speeds)
+
+
+def _host_constants(device: torch.device, copy: float, local_ranks: int, budget: float) -> dict[str, tuple[float, str]]:
+    """Measure the host's memory, and the copies between host and device."""
+    if device.type == "cpu":
+        link = (copy, "measured: a copy within host memory")
+        return {"link": link, "host_memory": (copy * local_ranks, "measured: a copy, by all ranks of this machine")}
+    share = _slowest(_copy_speed(torch.device("cpu"), budget)) * local_ranks
+    return {
+        "link": (_slowest(_bytes_to_host(device, budget)), "measured: pinned memory, the slower direction"),
+        "host_memory": (share, "measured: a copy on the host, by all ranks of this machine"),
+    }
+
+
+def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[str, tuple[float, str]]:
+    """Measure the links between ranks; measure none if machines have different numbers of ranks."""
+    if size % local_ranks:
+        return {}
+    constants: dict[str, tuple[float, str]] = {}
+    if local_ranks > 1:
+        groups = [dist.new_group([*range(k, k + local_ranks)]) for k in range(0, size, local_ranks)]
+        links = _links(
+            groups[dist.get_rank() // local_ranks], dist.get_rank() // local_ranks * local_ranks, 1, local_ranks, device
+        )
+        source = f"measured: all_gather of {local_ranks} ranks of this machine"
+        constants |= {"peers": (links.speed, source), "latency": (links.latency, source)}
+        constants |= {"hop": (links.hop, "measured: half a round trip of a message")}
+    if size > local_ranks:
+        groups = [dist.new_group([*range(k, size, local_ranks)]) for k in range(local_ranks)]
+        links = _links(
+            groups[dist.get_rank() % local_ranks],
+            dist.get_rank() % local_ranks,
+            local_ranks,
+            size // local_ranks,
+            device,
+        )
+        source = f"measured: all_gather of {size // local_ranks} ranks, one of each machine"
+        constants |= {
+            "network": (links.speed, source),
+            "network_hop": (links.hop, "measured: half a round trip of a message"),
+        }
+        constants |= {} if local_ranks > 1 else {"latency": (links.latency, source)}
+    return constants
+
+
+def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> _Links:
+    """Measure the links of a group: by a large all_gather, a small one, and a message between its first two ranks."""
+    numel = (64 if is_accelerator(device) else 4) << 18
+    hop = 0.0
+    if dist.get_rank() in (first, first + stride):
+        hop = _measure_message_seconds(first, first + stride, device, _ROUNDS)
+    small, large = (_gather_seconds(n, group, device, _ROUNDS) for n in (1, numel))
+    hop, small, large = (-_slowest(-x) for x in (hop, small, large))
+    return _fit_links(hop, small, large, 4 * numel * ranks, ranks)
+
+
+def _fit_links(hop: float, small: float, large: float, total: int, ranks: int) -> _Links:
+    """Fit the constants of the cost model to the times of three messages.
+
+    Args:
+        hop: seconds of a message of a few bytes.
+        small: seconds of an all_gather of a few bytes.
+        large: seconds of a large all_gather.
+        total: bytes of the large all_gather, over all ranks.
+        ranks: the number of ranks in the group.
+    """
+    hop = min(hop, 0.9 * small / (ranks - 1))  # so that the latency stays above 0
+    speed = total * (ranks - 1) / ranks / max(large - small, 0.1 * large)
+    return _Links(speed, small - (ranks - 1) * hop, hop, ranks)
+
+
+def _machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> Machine:
+    """Make a machine from the measured constants. The rest is assumed, as for an H100 or a CPU."""
+    base = CPU if device.type == "cpu" else H100
+    local_ranks = int(constants["ranks"][0])
+    if device.type == "cpu":
+        name, memory = f"{os.cpu_count()} cores of {_processor()}", _host_bytes() / local_ranks
+    else:
+        properties = torch.get_device_module(device).get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    name = f"{local_ranks} x {name}" if is_accelerator(device) else name
+    constants |= {"device_bytes": (_USABLE * memory, f"{_USABLE:.0%} of {memory / 1e9:,.0f} GB")}
+    constants |= {"host_copies": constants["host_memory"]}
+    missing = {name for name, _, _ in base.sources} - {*constants}
+    sources = [(name, value, source) for name, (value, source) in constants.items()]
+    sources += [
+        (name, value, f"assumed, as for {base.name}: {reason}")
+        for name, value, reason in base.sources
+        if name in missing
+    ]
+    values = {name: value for name, value, _ in sources} | {"ranks": local_ranks}
+    source_text = (
+        f"measured on {platform.node()}, torch {torch.version.__version__}, {torch.get_num_threads()} threads a rank"
+    )
+    return Machine(name, **values, kind=device.type, source=source_text, sources=tuple(sources))  # pyright: ignore
+
+
+def _processor() -> str:
+    """Return the model name of the processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return next(line.partition(":")[2].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _host_bytes() -> int:
+    """Return the bytes of this machine's memory, or the limit of this process's cgroup if that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as f:
+            return min(memory, int(f.read()))
+    except (OSError, ValueError):  # there is no limit
+        return memory
