@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 
-from tests.docs.pages import CONTINUES, PRELUDE, blocks
+from tests.docs.pages import blocks
 
 COMPARISONS = ("assert_close", "assert_trees_close", "assert_equivalent", "assert_optimizer")
 
@@ -38,9 +38,6 @@ class WithoutComparisons(ast.NodeTransformer):
 def run(page: pathlib.Path) -> dict[str, str]:
     """Run a page; return the line where it stops and its error, or nothing."""
     names: dict[str, object] = {"__name__": "__main__"}
-    text = page.read_text()
-    if CONTINUES.search(text):
-        exec(PRELUDE, names)
     for block in blocks(page):
         if not block.runs:
             continue

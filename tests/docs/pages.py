@@ -12,18 +12,6 @@ REFERENCE = sorted((DOCS / "api").glob("*.md"))
 GUIDES = [p for p in PAGES if p not in [*TUTORIAL, *REFERENCE]]
 
 
-# A page that says so goes on from the README's example: its step and mesh, new parameters, a batch, and a loader.
-CONTINUES = re.compile(r"continues\s\[the\sREADME's\sexample\]")
-README = (
-    (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("dp=-1, simulated_ranks=4", "dp=4")
-)
-PRELUDE = f"""{README}
-loader, batch, initial = [batch], mesh.split(batch), full
-step = fzero.shard(train_step, stage=3, mesh=mesh)
-params, opt_state = step.init(initial, opt)
-"""
-
-
 class Block(NamedTuple):
     """A fenced block: its language, the rest of its first line, its body, its line, and what it should print."""
 

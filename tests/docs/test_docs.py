@@ -21,7 +21,7 @@ from fzero.graph._pass_manager import PASSES
 from fzero.parallel.schedules._named_schedules import NAMES
 from tests.distributed.launch import world as processes
 from tests.docs import options
-from tests.docs.pages import CONTINUES, DOCS, GUIDES, PAGES, PRELUDE, REFERENCE, ROOT, TUTORIAL, Block, blocks
+from tests.docs.pages import DOCS, GUIDES, PAGES, REFERENCE, ROOT, TUTORIAL, Block, blocks
 from tests.docs.sentences import WRITTEN, long_items, one_line_a_sentence
 
 # each takes the processor 2 to 25 seconds, and other tests plan, train on these axes and run the plugs
@@ -71,8 +71,6 @@ def world(tmp_path, monkeypatch):
 )
 def test_a_page_runs_and_prints_what_it_shows(page, world):
     names: dict = {"__name__": "__main__"}
-    if CONTINUES.search(page.read_text()):
-        exec(PRELUDE, names)
     files = set()
     for block in blocks(page):
         if block.runs:
@@ -84,6 +82,16 @@ def test_a_page_runs_and_prints_what_it_shows(page, world):
                 files.add(block.file)
         elif block.language == "sh" and block.body.startswith("torchrun") and block.body.split()[-1] in files:
             check_output(page, block, launch(block.body))
+
+
+def test_the_set_ups_of_pages_are_the_readmes_example():
+    """A reader pastes one, collapsed at the head of a page, and then any block below."""
+    set_ups = [
+        re.findall(r"<details markdown.*?```python\n(.*?)```.*?</details>", p.read_text(), re.DOTALL) for p in GUIDES
+    ]
+    (set_up,) = {text for texts in set_ups for text in texts}
+    readme = re.sub(r" +#.*", "", (ROOT / "README.md").read_text())
+    assert set_up.partition("mesh = ")[0] in readme and sum(map(len, set_ups)) >= 10
 
 
 def test_the_faults_of_the_collective_recipe_find_their_places():
