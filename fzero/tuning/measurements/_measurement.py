@@ -143,17 +143,28 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
     return hints
 
 
+def _planned_reserve(plan: Plan | None) -> str:
+    """Say what the allocator would hold for the step alone, with both kinds of segments."""
+    if plan is None or plan.device_type != "cuda":
+        return ""
+    fixed, expandable = [
+        format_bytes(plan.allocator_peaks(expandable_segments=x).reserved_bytes) for x in (False, True)
+    ]
+    return f" (by the plan the step alone reserves {fixed}, or {expandable} with expandable segments)"
+
+
 def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint]:
     """Return hints on fragmentation and retries of the caching allocator."""
     reserved, peak = last.measurement.reserved_bytes, last.peak_bytes
     hints = []
     if reserved is not None and peak is not None and reserved - peak > max(_RESERVED_TOLERANCE * peak, _MIN_BYTES):
-        over = f"{reserved / last.plan.peak_bytes - 1:.0%} above plan" if last.plan is not None else "above its use"
+        plan = last.plan
+        over = "above its use" if plan is None else f"{reserved / plan.peak_bytes - 1:.0%} above plan"
         hints.append(
             Hint(
                 "fragmentation",
                 f"the allocator holds {format_bytes(reserved)}, {over}, of which "
-                f"{format_bytes(reserved - peak)} were never used at once; set "
+                f"{format_bytes(reserved - peak)} were never used at once{_planned_reserve(plan)}; set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.accelerator.empty_cache() after init",
             )
         )

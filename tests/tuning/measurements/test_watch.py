@@ -152,8 +152,18 @@ def test_watch_raises_the_errors_of_the_step():
     assert not profiling()
 
 
+def planned_peaks(*, expandable_segments: bool) -> SimpleNamespace:
+    return SimpleNamespace(reserved_bytes=10_100_000_000 if expandable_segments else 10_900_000_000)
+
+
 PLAN: Any = SimpleNamespace(
-    peak_bytes=10_000_000_000, argument_bytes=4_000_000_000, added_bytes=6_000_000_000, seconds=1.0, workspace_bytes=0
+    peak_bytes=10_000_000_000,
+    argument_bytes=4_000_000_000,
+    added_bytes=6_000_000_000,
+    seconds=1.0,
+    workspace_bytes=0,
+    device_type="cuda",
+    allocator_peaks=planned_peaks,
 )
 
 WITH_WORKSPACE: Any = SimpleNamespace(**{**vars(PLAN), "workspace_bytes": 1_000_000_000})
@@ -209,6 +219,7 @@ def test_a_hint_of_watch_names_the_cause(name):
 def test_hints_of_watch_have_figures_and_a_remedy():
     said = " ".join(map(str, find_hints([reading(reserved_bytes=11_200_000_000)])))
     assert said.startswith("fragmentation: the allocator holds 11.2 GB, 12% above plan, of which 1.2 GB")
+    assert "by the plan the step alone reserves 10.9 GB, or 10.1 GB with expandable segments" in said
     assert "expandable_segments" in said
     said = str(find_hints([reading(before_bytes=5_500_000_000, reserved_bytes=None)])[0])
     assert "peak 15% above plan: 1.5 GB are held besides the step's arguments" in said
