@@ -46,7 +46,7 @@ def leaves(layers: int) -> fzero.graph.Plan:
     return fzero.plan(step, *args, world_size=8)
 
 
-def rows() -> fzero.tuning.Table:
+def rows() -> fzero.tuning.ConfigurationTable:
     """Plan the rows of the command for Llama 3 8B on an H100, without the cache, in one process."""
     make_step: Any = fzero.tuning.model_step("llama-3-8b", length=8192)
     options: Any = {"world_size": 64, "global_batch": 512, "memory": 80e9, "machine": "h100", "depth": 32}

@@ -4,20 +4,18 @@ from fzero.collectives import gloo
 from fzero.collectives._check_copies import DeferredCheck, check_copies
 from fzero.collectives._messages import receive, send
 from fzero.collectives._moves import all_to_all, broadcast, group_all_to_all, ppermute
-from fzero.collectives._record import Event, Log, record
+from fzero.collectives._record import CollectiveEvent, CollectiveLog, record
 from fzero.collectives._spaces import start_to_host, to_device, to_host, wait_to_host
 from fzero.collectives._stage_messages import StageMessages
-from fzero.collectives._sum_operations import (
+from fzero.collectives._sums import (
     ALL_GATHER,
     REDUCE_SCATTER,
-    group_all_gather,
-    group_psum,
-    group_psum_scatter,
-)
-from fzero.collectives._sums import (
     all_gather,
     all_gather_invariant,
     check_dim,
+    group_all_gather,
+    group_psum,
+    group_psum_scatter,
     mark_invariant,
     own_part,
     pmean,
@@ -51,8 +49,8 @@ from fzero.collectives._table import (
 from fzero.collectives.gloo import PendingMessages
 
 __all__ = [
-    "Event",
-    "Log",
+    "CollectiveEvent",
+    "CollectiveLog",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",

@@ -11,8 +11,7 @@ from fzero._torch import c10d
 from fzero._torch.types import Tensors
 from fzero.axes import AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives._check_copies import note_call
-from fzero.collectives._sum_operations import group_psum
-from fzero.collectives._sums import check_dim, check_tensor
+from fzero.collectives._sums import check_dim, check_tensor, group_psum
 from fzero.collectives._table import (
     COPIES,
     DimOptions,

@@ -14,10 +14,10 @@ import torch
 
 from fzero.axes import Binding
 
-__all__ = ["Event", "Log", "record"]
+__all__ = ["CollectiveEvent", "CollectiveLog", "record"]
 
 
-class Event(NamedTuple):
+class CollectiveEvent(NamedTuple):
     """One collective: its kind, axis, elements (an all_reduce counted twice), wire dtype, and unit.
 
     The axis of a collective over two axes names both: "dp,ep". The unit of a user's collective is "".
@@ -36,18 +36,18 @@ class Event(NamedTuple):
 
 
 @dataclass(eq=False)
-class Log:
+class CollectiveLog:
     """The collectives that ran, in their order."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[CollectiveEvent] = field(default_factory=list)
 
     @property
-    def unit_events(self) -> list[Event]:
+    def unit_events(self) -> list[CollectiveEvent]:
         """The collectives that move units of parameters or gradients."""
         return [e for e in self.events if e.unit]
 
     @property
-    def other_events(self) -> list[Event]:
+    def other_events(self) -> list[CollectiveEvent]:
         """All other collectives: of losses, of norms, and the user's."""
         return [e for e in self.events if not e.unit]
 
@@ -75,27 +75,27 @@ class Log:
         return "\n".join([*lines, f"{'units, in all':<{width + 40}}{self.elements:>12,}{self.bytes:>14,}"])
 
 
-_LOGS: list[Log] = []
+_LOGS: list[CollectiveLog] = []
 
 
 @contextmanager
-def record() -> Iterator[Log]:
+def record() -> Iterator[CollectiveLog]:
     """Record the collectives of eager steps that run inside the `with` block.
 
     A compiled step records nothing: its collectives are in its graph. In a simulation each collective is recorded
     once, for all ranks.
 
     Yields:
-        A `Log`, filled as the collectives run. `print(log)` is a table.
+        A `CollectiveLog`, filled as the collectives run. `print(log)` is a table.
 
     Example:
         >>> import fzero, torch
         >>> with fzero.collectives.record() as log:
         ...     _ = fzero.mesh(dp=2).spmd(fzero.collectives.psum)(torch.ones(3))
         >>> log.other_events
-        [Event(kind='all_reduce', axis='dp', elements=6, dtype=torch.float32, unit='')]
+        [CollectiveEvent(kind='all_reduce', axis='dp', elements=6, dtype=torch.float32, unit='')]
     """
-    log = Log()
+    log = CollectiveLog()
     _LOGS.append(log)
     try:
         yield log
@@ -121,4 +121,4 @@ def add(
     }
     elements = full.get(kind, numel_in) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
     for log in _LOGS if elements else ():  # an empty buffer is not sent
-        log.events.append(Event(kind=kind, axis=binding.axis, elements=elements, dtype=dtype, unit=unit))
+        log.events.append(CollectiveEvent(kind=kind, axis=binding.axis, elements=elements, dtype=dtype, unit=unit))

@@ -238,7 +238,7 @@ class AnyLength:
             length: the call's length.
             key: the key of the call's entry.
             entry: the trace.
-            options: the settings of `fzero.jit`.
+            options: the options of `fzero.jit`.
             arguments: the flattened arguments of a call of any of these lengths.
 
         Raises:
@@ -254,7 +254,7 @@ class AnyLength:
         """Return the entry of a call without a trace; None if it needs one.
 
         Args:
-            options: the settings of `fzero.jit`.
+            options: the options of `fzero.jit`.
             length: the call's length.
             arguments: the call's flattened arguments.
         """
@@ -362,7 +362,7 @@ def _record_decisions(
     """Record the decisions that one rank's step takes by the length.
 
     Args:
-        options: the settings of `fzero.jit`.
+        options: the options of `fzero.jit`.
         sample: the length at which the step runs. It was traced, so the step's own caches are filled already.
         other: another length: the sizes that differ between the two are symbolic.
         arguments: the flattened arguments of a call of any of these lengths.

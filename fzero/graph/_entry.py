@@ -40,7 +40,7 @@ __all__ = ["Entry", "JitOptions", "build_entry"]
 
 
 class JitOptions(NamedTuple):
-    """The arguments of `fzero.jit`.
+    """The options of `fzero.jit`.
 
     Attributes:
         step: the step to compile, with its mesh, its parameters and its checks.
@@ -75,7 +75,7 @@ class Entry:
     """One traced and scheduled call.
 
     Attributes:
-        options: the settings of `fzero.jit`.
+        options: the options of `fzero.jit`.
         traced: the graph as traced, and the constants that it captured.
         context: the inputs of the passes that follow from the call.
         best: the best schedule.
@@ -214,7 +214,7 @@ def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
     """Trace a call, schedule its graph in several ways, and choose the best schedule.
 
     Args:
-        options: the settings of `fzero.jit`.
+        options: the options of `fzero.jit`.
         arguments: the call's flattened arguments.
         args: the call's positional arguments.
         traces: how many calls were traced before this one.
@@ -313,8 +313,8 @@ def _choose_schedule(
 ) -> tuple[Candidate, list[Rejected]]:
     """Return the best of the schedules that all ranks have, and the others."""
     name, schedule_options = options.step.name, options.schedule_options
-    settings_text = f"jit with backend {options.backend}, donate={donated_argnums}, {schedule_options}"
-    schedules = common_schedules(graph, settings_text, schedules, options.step.mesh, name)
+    options_text = f"jit with backend {options.backend}, donate={donated_argnums}, {schedule_options}"
+    schedules = common_schedules(graph, options_text, schedules, options.step.mesh, name)
     index = choose(schedules, schedule_options.memory_budget, name)
     for part in graphs_in(schedules[index].graph):
         check_order(part)

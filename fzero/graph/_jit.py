@@ -167,7 +167,7 @@ class Jitted:
 
     Attributes:
         step: the step to compile.
-        options: the arguments of `fzero.jit`. A step whose options have `hardware` is planned, never run.
+        options: the options of `fzero.jit`. A step whose options have `hardware` is planned, never run.
     """
 
     step: Callable[..., Any]

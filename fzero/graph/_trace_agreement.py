@@ -113,13 +113,13 @@ class _Shown(str):
 
 
 def common_schedules(
-    graph: Graph, settings_text: str, schedules: list[Candidate], mesh: Mesh | None, name: str
+    graph: Graph, options_text: str, schedules: list[Candidate], mesh: Mesh | None, name: str
 ) -> list[Candidate]:
     """Compare a trace with those of the other ranks, and rate each schedule by its worst rank.
 
     Args:
         graph: the traced graph.
-        settings_text: the settings of `fzero.jit`, as text.
+        options_text: the options of `fzero.jit`, as text.
         schedules: this rank's candidates.
         mesh: the step's mesh; only the ranks of a distributed mesh need to agree.
         name: the step's name.
@@ -134,12 +134,12 @@ def common_schedules(
         return schedules
     schedule_of = {f"{c.settings} {_digest_of_order(c.graph)}": c for c in schedules}
     ratings = {key: (c.peak_bytes, c.seconds, _digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
-    largest = _agree(graph, settings_text, ratings, mesh, name)
+    largest = _agree(graph, options_text, ratings, mesh, name)
     return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
 
 def _agree(
-    graph: Graph, settings_text: str, ratings: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
+    graph: Graph, options_text: str, ratings: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
     """Compare a traced graph and its schedules with those of the other ranks.
 
@@ -147,7 +147,7 @@ def _agree(
 
     Args:
         graph: the traced graph.
-        settings_text: the settings of `fzero.jit`, as text.
+        options_text: the options of `fzero.jit`, as text.
         ratings: each candidate's peak, seconds and order of its own stages' collectives, by its settings and order.
             Ranks may have different candidates, since peaks differ by rank.
         mesh: a distributed mesh.
@@ -162,7 +162,7 @@ def _agree(
     """
     groups = mesh.groups()
     stages = _pipeline_coordinates(graph) or "no pipeline"
-    descriptions = {"": [settings_text, *_signatures(graph, groups)], stages: _stage_signatures(graph, groups)}
+    descriptions = {"": [options_text, *_signatures(graph, groups)], stages: _stage_signatures(graph, groups)}
     digests = {part: _digest(lines) for part, lines in descriptions.items()}
     replies = gather_values([digests, ratings], mesh, name)
     first: dict[str, str] = {}

@@ -3,7 +3,7 @@
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration
-from fzero.tuning._tune import Best, Table, tune
+from fzero.tuning._tune import BestRow, ConfigurationTable, tune
 from fzero.tuning.exports import Export
 from fzero.tuning.long_runs import Goodput, Reliability, goodput, save_interval
 from fzero.tuning.machines import A100, A100_80GB, CPU, H100, H200, Constant, Machine, calibrate
@@ -27,9 +27,10 @@ __all__ = [
     "CPU",
     "H100",
     "H200",
-    "Best",
+    "BestRow",
     "Bounds",
     "Configuration",
+    "ConfigurationTable",
     "Constant",
     "Export",
     "Goodput",
@@ -43,7 +44,6 @@ __all__ = [
     "Reliability",
     "Skipped",
     "StepMeasurement",
-    "Table",
     "TableRow",
     "Unplanned",
     "WatchedStep",

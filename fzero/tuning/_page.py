@@ -12,7 +12,7 @@ from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow, step_at, step_on
 from fzero.tuning._search_space import PARALLEL
 from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, notes, warnings_of
-from fzero.tuning._tune import Table
+from fzero.tuning._tune import ConfigurationTable
 
 __all__ = ["Case", "page"]
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """
 
     choices: Mapping[str, Any]
-    table: Table
+    table: ConfigurationTable
     make_step: Callable[..., Any] | None = None
 
 
@@ -86,7 +86,9 @@ def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
     }
 
 
-def _over_time(table: Table, make_step: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _over_time(
+    table: ConfigurationTable, make_step: Callable[..., Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Plan the best row again, and return its live bytes and its busy streams over the step.
 
     The streams are None if `make_step` returns plans.

@@ -11,7 +11,7 @@ from fzero.tuning._search_space import EVERY_SECOND, PARALLEL
 if TYPE_CHECKING:
     from fzero.tuning._row import TableRow
     from fzero.tuning._search_space import Configuration
-    from fzero.tuning._tune import Table
+    from fzero.tuning._tune import ConfigurationTable
 
 __all__ = [
     "axes_shown",
@@ -42,7 +42,7 @@ _PARTS = {
 }
 
 
-def text(table: "Table") -> str:
+def text(table: "ConfigurationTable") -> str:
     """Render a table of configurations, without colours."""
     from rich.console import Console
 
@@ -51,7 +51,7 @@ def text(table: "Table") -> str:
     return "\n".join([line.rstrip() for line in out.getvalue().splitlines()])
 
 
-def width_of(table: "Table", least: int) -> int:
+def width_of(table: "ConfigurationTable", least: int) -> int:
     """Return the number of characters in a line that shows all columns whole, at least `least`."""
     from rich.console import Console
     from rich.measure import Measurement
@@ -60,7 +60,7 @@ def width_of(table: "Table", least: int) -> int:
     return max(Measurement.get(console, console.options, _rows(table)).maximum, least)
 
 
-def render(table: "Table") -> Any:
+def render(table: "ConfigurationTable") -> Any:
     """Render the headline, the rows, the best configuration, and the constants behind the seconds."""
     from rich.console import Group
     from rich.text import Text
@@ -70,7 +70,7 @@ def render(table: "Table") -> Any:
     return Group(Text(headline(table)), _rows(table), Text("\n".join([best, *rules, *notes(table)])))
 
 
-def headline(table: "Table") -> str:
+def headline(table: "ConfigurationTable") -> str:
     """Return a line on how many configurations fit the budget."""
     remark = f" ({format_bytes(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
     total = len(table.rows) + len(table.skipped) + len(table.unplanned)
@@ -78,7 +78,7 @@ def headline(table: "Table") -> str:
     return f"{len(table.fitting)} of {total} configurations fit {budget}{remark} of {table.machine.name}"
 
 
-def notes(table: "Table") -> list[str]:
+def notes(table: "ConfigurationTable") -> list[str]:
     """Return lines on skipped and extrapolated rows, unused links, what limits the best, and constants' sources."""
     lines = []
     if table.skipped:
@@ -99,7 +99,7 @@ def notes(table: "Table") -> list[str]:
     return lines
 
 
-def _notes_on_unplanned(table: "Table") -> list[str]:
+def _notes_on_unplanned(table: "ConfigurationTable") -> list[str]:
     """Return lines on the configurations that a search by bounds did not plan, and how fast they may be."""
     count, left = len(table.unplanned), table.left_out
     if not count:
@@ -113,7 +113,7 @@ def _notes_on_unplanned(table: "Table") -> list[str]:
     return [*lines, f"left out: {len(left)} that may be faster, since no more rows were asked for; {least}"]
 
 
-def _rows(table: "Table") -> Any:
+def _rows(table: "ConfigurationTable") -> Any:
     from rich.table import Table as RichTable
 
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
@@ -139,14 +139,14 @@ def _rows(table: "Table") -> Any:
     return grid
 
 
-def axes_shown(table: "Table") -> list[str]:
+def axes_shown(table: "ConfigurationTable") -> list[str]:
     """List the axes that have a column: those that a row uses, and the schedule if there are several."""
     configs = [r.config for r in table.rows]
     axes = [name for name in PARALLEL if any(getattr(c, name) > 1 for c in configs)]
     return axes + (["schedule"] if len({c.schedule_setting for c in configs if c.pp > 1}) > 1 else [])
 
 
-def _moved_shown(table: "Table") -> list[str]:
+def _moved_shown(table: "ConfigurationTable") -> list[str]:
     """List the axes whose moved bytes have a column: those above a thousandth of a row, if there are several."""
     axes_by_name: dict[str, None] = {}
     for row in table.rows:
@@ -189,7 +189,7 @@ def _cells(row: "TableRow") -> list[str]:
     ]
 
 
-def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -> Any:
+def render_comparison(first: "ConfigurationTable", second: "ConfigurationTable", names: tuple[str, str]) -> Any:
     """Render the configurations that two tables share, side by side. They are sorted by the seconds of the second.
 
     Args:
@@ -225,7 +225,7 @@ def render_comparison(first: "Table", second: "Table", names: tuple[str, str]) -
 _MARKERS = ("o", "^", "s", "D")  # by stage
 
 
-def draw(table: "Table") -> Any:
+def draw(table: "ConfigurationTable") -> Any:
     """Draw a table as a matplotlib figure."""
     figure = new_figure(9, 5.5)
     axes: Any = figure.subplots()
@@ -266,7 +266,7 @@ def _edge(axes: Any) -> Any:
     return axes.get_yaxis_transform()
 
 
-def warnings_of(table: "Table") -> list[str]:
+def warnings_of(table: "ConfigurationTable") -> list[str]:
     """List the ways in which the numbers of a table are estimates."""
     is_gpu = table.machine.kind == "cuda"
     fusion = (

@@ -32,7 +32,7 @@ from fzero.tuning.search import (
     search_rows,
 )
 
-__all__ = ["Best", "Table", "tune"]
+__all__ = ["BestRow", "ConfigurationTable", "tune"]
 
 # settings that are shown only if some row has another value than this default
 _AXES = {**dict.fromkeys(PARALLEL, 1), "schedule": "1f1b", "stages_per_rank": None}
@@ -41,7 +41,7 @@ _SettingsFilter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Best:
+class BestRow:
     """The fastest configuration that fits.
 
     Attributes:
@@ -64,7 +64,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Table(FigureReport):
+class ConfigurationTable(FigureReport):
     """Configurations of a step with their memory and time, made by `fzero.tune`. Print it, plot it, or call `best()`.
 
     `plot` draws peak against seconds, with the budget as a line, and the frontier.
@@ -110,7 +110,7 @@ class Table(FigureReport):
                 rows.append(row)
         return rows
 
-    def best(self) -> Best:
+    def best(self) -> BestRow:
         """Return the fastest configuration that fits, and why no faster one was chosen.
 
         Raises:
@@ -121,9 +121,9 @@ class Table(FigureReport):
         row = self.fitting[0]
         faster = [r for r in self.too_large if r.seconds < row.seconds]
         if not faster:
-            return Best(row, "No planned configuration is faster")
+            return BestRow(row, "No planned configuration is faster")
         excess, largest = faster[0].peak_bytes - self.budget, _largest(faster[0])
-        return Best(
+        return BestRow(
             row,
             f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
             f"{format_bytes(excess)} too large: it holds {largest}",
@@ -194,7 +194,7 @@ class Table(FigureReport):
         )
 
     def __repr__(self) -> str:
-        return f"Table({len(self.rows)} configurations for {self.machine.name}, {len(self.fitting)} fit)"
+        return f"ConfigurationTable({len(self.rows)} configurations for {self.machine.name}, {len(self.fitting)} fit)"
 
     def __str__(self) -> str:
         return _table_views.text(self)
@@ -238,7 +238,7 @@ class Table(FigureReport):
         return json.dumps({**head, "best": best, "rows": rows, "skipped": skipped, "unplanned": unplanned})
 
     @classmethod
-    def from_json(cls, text: str) -> "Table":
+    def from_json(cls, text: str) -> "ConfigurationTable":
         """Read a table that `to_json` wrote.
 
         Raises:
@@ -319,7 +319,7 @@ def tune(
     workers: int = 1,
     cache: bool = True,
     on_result: Callable[[TableRow | Skipped], None] | None = None,
-) -> Table:
+) -> ConfigurationTable:
     """Plan a step in each configuration, and tabulate which fit, what memory they need, and how fast they are.
 
     Nothing runs, nothing is allocated, and no GPU is needed. Seconds are estimates by the cost model. A configuration
@@ -373,7 +373,7 @@ def tune(
         workers: the number of processes to plan on. They are forked, so call this before the process uses a GPU.
 
     Returns:
-        A `Table`. Print it, plot it, or call its `best()`.
+        A `ConfigurationTable`. Print it, plot it, or call its `best()`.
 
     Raises:
         TypeError: if `make_step` is no such function, or `machine` no machine.
@@ -455,7 +455,7 @@ def tune(
                 on_result(x)
         rows, skipped = in_order(space, results, budget)
         rows = refine(rows, start, budget)
-    return Table(
+    return ConfigurationTable(
         rows=tuple(rows),
         skipped=tuple(skipped),
         machine=machine,

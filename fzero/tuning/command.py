@@ -22,7 +22,7 @@ from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS, min_stages_of
 from fzero.tuning._sweep import case_arguments, choices_of, render_cases
 from fzero.tuning._table_views import render_comparison, warnings_of, width_of
-from fzero.tuning._tune import Table, tune
+from fzero.tuning._tune import ConfigurationTable, tune
 from fzero.tuning.exports import EXPORTS
 from fzero.tuning.long_runs import Reliability, goodput
 from fzero.tuning.machines import MACHINES, calibrate, machine_of, save
@@ -326,7 +326,7 @@ def _what_fails(args: argparse.Namespace) -> Reliability | None:
     return None if args.mtbf is None else Reliability(args.mtbf, **known_times)
 
 
-def _goodput_line(args: argparse.Namespace, table: Table, what_fails: Reliability) -> str:
+def _goodput_line(args: argparse.Namespace, table: ConfigurationTable, what_fails: Reliability) -> str:
     """Simulate a long run with the best row, and return its goodput as a line."""
     row = table.best().row
     together = row.config.cp * row.config.tp * row.config.pp  # devices of one replica of the model
@@ -378,7 +378,9 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     args.rows = _ROWS if args.rows is None else args.rows
 
 
-def _tune_with_progress(args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None) -> Table:
+def _tune_with_progress(
+    args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None
+) -> ConfigurationTable:
     """Tune, with a progress bar. Each row is printed above it as soon as it is planned."""
     from rich.console import Console
     from rich.progress import Progress
@@ -491,7 +493,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _compare(paths: Sequence[pathlib.Path]) -> int:
     from rich.console import Console
 
-    first, second = (Table.from_json(path.read_text(encoding="utf-8")) for path in paths)
+    first, second = (ConfigurationTable.from_json(path.read_text(encoding="utf-8")) for path in paths)
     Console(width=None if sys.stdout.isatty() else 180, highlight=False).print(
         render_comparison(first, second, (paths[0].name, paths[1].name))
     )

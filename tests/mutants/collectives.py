@@ -1,14 +1,22 @@
 """Faults in fzero/collectives."""
 
-from tests.mutants.changes import bare, becomes, constant, dropped, never, skipped
+from tests.mutants.changes import bare, becomes, dropped, never, skipped
 from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File, on_processes
 
 MUTANTS = [
-    *File("collectives/_sum_operations.py").faults(
-        Fault("the transpose of pvary sums nothing", "", constant("psum_invariant", "pvary", at="2 of 2"), AXES),
-        Fault("the transpose of psum_invariant sums again", "", constant("pvary", "psum_invariant", at="1 of 2"), AXES),
-    ),
     *File("collectives/_sums.py").faults(
+        Fault(
+            "the transpose of pvary sums nothing",
+            "",
+            becomes('A("pvary", B, "psum_invariant", input=C)', 'A("pvary", B, "pvary", input=C)'),
+            AXES,
+        ),
+        Fault(
+            "the transpose of psum_invariant sums again",
+            "",
+            becomes('A("psum_invariant", B, "pvary", output=C)', 'A("psum_invariant", B, "psum_invariant", output=C)'),
+            AXES,
+        ),
         Fault(
             "pmean divides after the sum, which overflows in half precision",
             "pmean.mean",

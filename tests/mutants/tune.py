@@ -31,18 +31,25 @@ MUTANTS = [
         Fault("a configuration is skipped by a row that fits", "search_by_bounds", dropped("A(B, C)", at="1 of 1")),
     ),
     *File("tuning/_tune.py", BOUNDS).faults(
-        Fault("configurations that may be faster are not named", "Table.left_out", returns("[]")),
+        Fault("configurations that may be faster are not named", "ConfigurationTable.left_out", returns("[]")),
     ),
     *File("tuning/_tune.py", TUNE).faults(
-        Fault("the best configuration may exceed the budget", "Table.fitting", always("A.B <= self.budget")),
+        Fault(
+            "the best configuration may exceed the budget", "ConfigurationTable.fitting", always("A.B <= self.budget")
+        ),
         Fault(
             "the best configuration is the smallest, not the fastest", "_by_time", becomes("(A.B, A.C)", "(A.C, A.B)")
         ),
         Fault(
-            "the frontier has rows that are slower and larger than others", "Table.frontier", always("A.B < C[-1].B")
+            "the frontier has rows that are slower and larger than others",
+            "ConfigurationTable.frontier",
+            always("A.B < C[-1].B"),
         ),
         Fault(
-            "a table leaves out the columns of its layouts", "Table._select_settings", dropped("A in B"), PARALLELISM
+            "a table leaves out the columns of its layouts",
+            "ConfigurationTable._select_settings",
+            dropped("A in B"),
+            PARALLELISM,
         ),
     ),
     *File("tuning/search/_search.py", TUNE).faults(

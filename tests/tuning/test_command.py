@@ -14,7 +14,7 @@ import pytest
 
 import fzero
 from fzero.__main__ import main
-from fzero.tuning import Table
+from fzero.tuning import ConfigurationTable
 from fzero.tuning._page import Case, page
 from fzero.tuning.models._model_names import PRESETS
 from tests.distributed.launch import python
@@ -72,7 +72,7 @@ def test_the_lines_that_the_plan_command_prints_run(files):
 
     from fzero.tuning._recipe import recipe
 
-    for config in {r.config for r in Table.from_json((files / "t.json").read_text()).rows}:
+    for config in {r.config for r in ConfigurationTable.from_json((files / "t.json").read_text()).rows}:
         names = {"fzero": fzero, "torch": torch, "optim": fzero.optim, "block": lambda p, x: torch.tanh(x @ p["w"])}
         names["loss_fn"] = lambda p, x, names=names: names["block"](p, x).float().square().mean()
         text = recipe(config).replace("dp=-1", "dp=2")
@@ -84,7 +84,7 @@ def test_the_lines_that_the_plan_command_prints_run(files):
 
 
 def test_the_command_writes_tables_and_a_page(files):
-    table = Table.from_json((files / "t.json").read_text())
+    table = ConfigurationTable.from_json((files / "t.json").read_text())
     assert len(table.rows) == 4 and (files / "t.csv").read_text() == table.to_csv()
     made = (files / "t.html").read_text()
     (said,) = data_of(made)["cases"]
@@ -108,14 +108,14 @@ def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
     from fzero.tuning import _page, model_step
 
     monkeypatch.setattr(_page, "_POINTS", 7)
-    table = Table.from_json((files / "t.json").read_text())
+    table = ConfigurationTable.from_json((files / "t.json").read_text())
     drawn, _ = _page._over_time(table, model_step("tiny", length=16))
     assert len(drawn["phases"]) == 7
     assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
 
 
 def test_the_page_of_a_plan_escapes_any_name(files):
-    made = page([Case({"model": "a</script><b>"}, Table.from_json((files / "t.json").read_text()))])
+    made = page([Case({"model": "a</script><b>"}, ConfigurationTable.from_json((files / "t.json").read_text()))])
     assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
 
 
@@ -144,7 +144,7 @@ def test_several_models_are_rows_of_one_table_and_cases_of_one_page(several):
     assert [(c["choices"]["ranks"], c["choices"]["length"]) for c in cases] == [(2, 8), (2, 16), (4, 8), (4, 16)]
     with contextlib.redirect_stdout(io.StringIO()):  # each case is what its own command plans
         assert main([*WORDS, *FEW, "--memory", "1GB", "--json", str(path.with_name("one.json"))]) == 0
-    (row, *_) = Table.from_json(path.with_name("one.json").read_text()).fitting
+    (row, *_) = ConfigurationTable.from_json(path.with_name("one.json").read_text()).fitting
     assert cases[-1]["rows"][0]["peak"] == row.peak_bytes and cases[-1]["rows"][0]["seconds"] == row.seconds
 
 

@@ -11,7 +11,7 @@ import torch
 import fzero
 from fzero import tuning
 from fzero.parallel.schedules import NAMES, schedule
-from fzero.tuning import CPU, H100, Configuration, Table
+from fzero.tuning import CPU, H100, Configuration, ConfigurationTable
 from fzero.tuning._page import Case, page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
@@ -60,7 +60,7 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def table() -> Table:
+def table() -> ConfigurationTable:
     return fzero.tune(make_step, **FEW, memory=1e12)
 
 
@@ -124,7 +124,7 @@ def test_the_best_layout_equals_that_of_an_exhaustive_search(table):
 def test_a_table_of_layouts_does_not_depend_on_the_number_of_workers(table):
     again = fzero.tune(make_step, **FEW, memory=1e12, workers=2)
     assert str(again) == str(table) and again.to_json() == table.to_json()
-    assert Table.from_json(table.to_json()).to_csv() == again.to_csv()
+    assert ConfigurationTable.from_json(table.to_json()).to_csv() == again.to_csv()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -217,7 +217,7 @@ def test_a_table_tells_layouts_and_bytes_by_axis(table):
     assert {"tp", "pp"} < {*record} and not {"ep", "schedule"} & {*record}
     said = json.loads(table.to_json())
     assert all({"tp", "pp"} < {*r["config"]} for r in said["rows"]) and "tp" in said["best"]["config"]
-    assert Table.from_json(table.to_json()) == table
+    assert ConfigurationTable.from_json(table.to_json()) == table
 
 
 def test_the_page_of_a_plan_filters_by_layout(table):
@@ -255,7 +255,7 @@ def test_a_schedule_may_name_the_stages_of_a_rank():
     two, four = (next(r for r in table.rows if r.config.pipeline_stages == n) for n in (2, 4))
     assert two.config.stages_per_rank is None and four.config.stages_per_rank == 4
     assert "by interleaved:4" in str(four.config) and "interleaved:4" in str(table)
-    assert tuning.Table.from_json(table.to_json()).rows == table.rows
+    assert tuning.ConfigurationTable.from_json(table.to_json()).rows == table.rows
 
     def bubble(config: Configuration) -> float:
         return 1 - schedule(config.schedule, 2, config.accumulation, config.pipeline_stages).timing().efficiency

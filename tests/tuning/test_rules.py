@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fzero.tuning import H100, Configuration, Table, TableRow
+from fzero.tuning import H100, Configuration, ConfigurationTable, TableRow
 from fzero.tuning._verdicts import _RULES, verdicts
 
 USUAL = Configuration(1, 1, 8, ranks=4)
@@ -120,7 +120,7 @@ def test_a_broken_rule_lists_bytes_by_axis():
 
 def test_rules_compare_fitting_rows_that_differ_in_one_setting():
     assert STAGE not in judged(row(1.0, stage=2), row(2.0, stage=1, remat=True))
-    table = Table((row(1.0, stage=2), row(2.0, stage=1)), (), H100, None, budget=2e9)
+    table = ConfigurationTable((row(1.0, stage=2), row(2.0, stage=1)), (), H100, None, budget=2e9)
     assert {v.rule for v in table.rules()} == {SETTINGS, STAGE}
     assert f"rule not kept: {STAGE}: stage 1" in str(table).replace("\n", " ") and f"rule kept: {SETTINGS}" in str(
         table

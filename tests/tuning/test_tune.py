@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.tuning import CPU, H100, Configuration, Table
+from fzero.tuning import CPU, H100, Configuration, ConfigurationTable
 from fzero.tuning.machines._machine import _CONSTANTS
 from fzero.tuning.machines._named_machines import MACHINES
 from fzero.tuning.search._search import ConfigurationPlanner
@@ -33,7 +33,7 @@ SPACE: dict[str, Any] = {
 
 
 @functools.cache
-def tried() -> Table:
+def tried() -> ConfigurationTable:
     """Try all of it, at the first use: not while tests are collected."""
     return fzero.tune(lambda c: planned(c), **SPACE, memory=1e12, offload=(0.0, 1.0))
 
@@ -127,13 +127,13 @@ def test_a_table_prints_its_rows_budget_and_frontier():
     assert all(f"{c.name} {c.value} ({c.source})" in flat for c in table.machine.constants())
     best = table.best()
     assert str(best) in said.replace("\n", " ") and best.config is best.row.config
-    read = Table.from_json(table.to_json())
+    read = ConfigurationTable.from_json(table.to_json())
     assert read.best() == best and read.to_csv() == table.to_csv()
     assert "Infinity" not in table.to_json() and json.loads(table.to_json())["best"]["reason"] == best.reason
     records = list(csv.DictReader(io.StringIO(table.to_csv())))
     assert len(records) == len(table.rows) and float(records[0]["seconds"]) == best.row.seconds
     assert sum(float(r["over_bytes"]) == 0 for r in records) == len(table.fitting)
-    assert "<pre>" in table._repr_html_() and repr(table).startswith("Table(")
+    assert "<pre>" in table._repr_html_() and repr(table).startswith("ConfigurationTable(")
     for one, other in zip(table.frontier, table.frontier[1:], strict=False):
         assert one.seconds < other.seconds and one.peak_bytes > other.peak_bytes
 
@@ -274,7 +274,7 @@ def test_an_error_in_a_planned_step_names_its_configuration():
 def test_json_that_holds_no_table_is_refused():
     for text in ("{}", "[]", "nothing", '{"rows": [1]}'):
         with pytest.raises(ValueError, match=r"expected the JSON of a table of fzero.tune"):
-            Table.from_json(text)
+            ConfigurationTable.from_json(text)
 
 
 # Plans for a GPU without one.
@@ -314,7 +314,7 @@ def test_links_are_given_by_axis():
         rows[name] = table.rows[0]
         assert ("no collective runs along tp" in str(table)) == (name == "other")
         assert ("collectives along dp 0.001 GB/s (as given)" in str(table).replace("\n", " ")) == (name == "slow")
-        assert Table.from_json(table.to_json()) == table
+        assert ConfigurationTable.from_json(table.to_json()) == table
     moved = rows["slow"].traffic_bytes["dp"]
     assert rows["other"].seconds == rows["none"].seconds and rows["slow"].seconds > 0.7 * moved / 1e6
 

@@ -57,7 +57,7 @@ class _SplitCache:
 
     Attributes:
         form: the form in which the module expects a block's output.
-        calls: the torch functions that blocks call; see `fzero.nn.split._shells.run_dynamic_block`.
+        calls: the torch functions that blocks call; see `fzero.nn.split._dynamic_block.run_dynamic_block`.
         checked_structures: the structures of batches whose block arguments were found to depend on no parameter.
     """
 

@@ -18,7 +18,7 @@ __all__ = [
     "Action",
     "Kind",
     "Message",
-    "Table",
+    "ScheduleTable",
     "Value",
     "format_csv",
     "inputs_of",
@@ -124,7 +124,7 @@ def inputs_of(action: Action, stages: int) -> tuple[Value, ...]:
 
 # Tables in the format of torch.distributed.pipelining, and of its visualizer.
 
-Table = str | os.PathLike[str] | Mapping[int, Iterable[Any]] | Iterable[Iterable[Any]]
+ScheduleTable = str | os.PathLike[str] | Mapping[int, Iterable[Any]] | Iterable[Iterable[Any]]
 
 # messages follow from the order, and the ZeRO stage sets when ZeRO gathers and reduces; torch 2.15 writes waits, too
 _SKIPPED_KINDS = (
@@ -135,7 +135,7 @@ _CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-def parse_rows(table: Table) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
+def parse_rows(table: ScheduleTable) -> tuple[tuple[tuple[Action, ...], ...], tuple[int, ...]]:
     """Read a table, and return each rank's actions, and the rank of each stage.
 
     Raises:
@@ -160,7 +160,7 @@ def format_csv(schedule: "PipelineSchedule") -> str:
     return "".join([",".join(map(str, row)) + "\n" for row in schedule.rows])
 
 
-def _cells(table: Table) -> list[list[Any]]:
+def _cells(table: ScheduleTable) -> list[list[Any]]:
     if isinstance(table, os.PathLike) or (isinstance(table, str) and "\n" not in table and table.endswith(".csv")):
         table = pathlib.Path(table).read_text()
     if isinstance(table, str):

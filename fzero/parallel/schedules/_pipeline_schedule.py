@@ -12,7 +12,7 @@ from fzero.parallel.schedules._actions import (
     IN_FLIGHT_CHANGE,
     Action,
     Message,
-    Table,
+    ScheduleTable,
     format_csv,
     output_of,
     parse_rows,
@@ -53,7 +53,7 @@ class PipelineSchedule(FigureReport):
 
     @classmethod
     @api_boundary
-    def parse(cls, table: Table, name: str = "parsed") -> "PipelineSchedule":
+    def parse(cls, table: ScheduleTable, name: str = "parsed") -> "PipelineSchedule":
         """Read a table in the format of torch.distributed.pipelining.
 
         A cell is a stage, a kind and a micro-batch, as in `0F1`. An empty cell is a bubble. `(0F1;3B0)OVERLAP_F_B` is

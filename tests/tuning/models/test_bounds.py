@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tuning
-from fzero.tuning import Configuration, Skipped, Table, TableRow
+from fzero.tuning import Configuration, ConfigurationTable, Skipped, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from fzero.tuning.command import run
 from fzero.tuning.models._axis_sizes import largest_sizes, powers_of_two, usable_sizes
@@ -107,7 +107,7 @@ def test_a_search_by_bounds_finds_the_best_or_says_how_fast_it_may_be(budget, ma
     skipped = [x for x in results if isinstance(x, Skipped)]
     unplanned = tuple(x for x in results if isinstance(x, Unplanned))
     assert len(rows) <= max(max_rows, 1)
-    table = Table(tuple(rows), tuple(skipped), tuning.H100, None, budget, unplanned)
+    table = ConfigurationTable(tuple(rows), tuple(skipped), tuning.H100, None, budget, unplanned)
     for x in skipped:
         assert planner.rows[x.smaller].peak_bytes > budget and x.config.holds_no_less_than(x.smaller)
     fits = [r for r in planner.rows.values() if r.peak_bytes <= budget]
@@ -137,13 +137,13 @@ def test_the_command_searches_all_sizes_of_an_axis(tmp_path, monkeypatch):
     monkeypatch.setitem(tuning.models._model_names.PRESETS, "tiny", replace(TINY["causal"], depth=1))
     words = ["plan", "tiny", "--world", "4", "--batch", "2", "--length", "16", "--stages", "1", "--remat", "no"]
     code, text, _ = command(*words, "--tp", "auto", "--pp", "auto", "--rows", "1", "--json", str(tmp_path / "table"))
-    table = Table.from_json((tmp_path / "table").read_text())
+    table = ConfigurationTable.from_json((tmp_path / "table").read_text())
     # two heads of keys and values, one block, and two samples for at most two data-parallel ranks
     assert {c.tp for c in (x.config for x in (*table.rows, *table.unplanned))} == {2}
     assert code == 0 and len(table.rows) == 1
     assert f"1 of {1 + len(table.unplanned)} configurations fit" in text
     assert len(table.left_out) == text.count("left out: ")
-    assert Table.from_json(table.to_json()) == table
+    assert ConfigurationTable.from_json(table.to_json()) == table
 
 
 def test_axis_sizes_that_cannot_be_searched_are_refused(monkeypatch):

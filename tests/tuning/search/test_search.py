@@ -160,7 +160,7 @@ class Counted:
 ASKED: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8,), "stages": (2, 3), "memory": 1e12}
 
 
-def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.Table, int]:
+def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.ConfigurationTable, int]:
     """Tune, and say how many steps were made for it."""
     before = len(make_step.made)
     table = fzero.tune(make_step, **{"machine": CPU, "remat": (False,), **ASKED, **asked})
