@@ -26,7 +26,7 @@ TORCH_INDEX ?= $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index
 # Python's cache of compiled files, also where an image switches it off: without it each process compiles all files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test check lint types tests test-all sweep bench mutants faults cuda gpu docs format clean
+.PHONY: help train test check lint types tests test-all laws sweep bench mutants faults cuda gpu docs format clean
 .DELETE_ON_ERROR:
 
 help: ## list the commands
@@ -52,7 +52,11 @@ tests: $(VENV)/dev.stamp ## only the tests; ARGS="-n0 -k gather" to choose
 
 test-all: $(VENV)/dev.stamp ## lint, types and all tests, also those that "make test" leaves out
 	HYPOTHESIS_PROFILE=all $(MAKE) lint types tests ARGS="-m 'slow or not slow' $(ARGS)"
+	$(MAKE) laws ARGS=
 	$(MAKE) sweep ARGS=
+
+laws: $(VENV)/dev.stamp ## the laws on random examples, whose seed is printed; ARGS="--seed 7" to repeat a run
+	$(BIN)/python -m tests.laws $(ARGS)
 
 sweep: $(VENV)/dev.stamp ## train every model in the default backend; goes on where it stopped, hours; ARGS="--models llama"
 	$(BIN)/python -m tests.sweep $(ARGS)

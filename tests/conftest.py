@@ -28,7 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
     phases = [Phase.explicit, Phase.generate]  # no shrinking
     settings.register_profile("mutants", **options, max_examples=50, phases=phases)
     settings.register_profile("check", **options, max_examples=5)
+    # other examples with each seed, so none from an earlier run: `make laws`
+    options |= {"derandomize": False, "database": None, "print_blob": True}
+    settings.register_profile("random", **options, max_examples=50)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the laws alone where examples are random."""
+    if os.environ.get("HYPOTHESIS_PROFILE") == "random":
+        others = [item for item in items if not getattr(getattr(item, "obj", None), "is_hypothesis_test", False)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:
