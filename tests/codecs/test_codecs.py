@@ -141,7 +141,7 @@ def test_rounding_differentiates_as_the_identity(kind):
 @pytest.mark.parametrize(
     "make,error,text",
     [
-        (lambda: Codec("int5"), ValueError, "expected one of int8, int4"),
+        (lambda: Codec("int5"), ValueError, "expected one of .*int8"),
         (lambda: codecs.int8(1), ValueError, "at least 2"),
         (lambda: codecs.int8(2.0), ValueError, "at least 2"),  # pyright: ignore[reportArgumentType]
         (lambda: codecs.int4(rounding="down"), ValueError, "'nearest' or 'stochastic'"),
