@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fzero import axes, codecs, collectives, graph, optim, random, ranks, sharding, transforms, tree, zero
+from fzero._arguments import did_you_mean
 from fzero.graph import jit, plan
 from fzero.optim import Precision
 from fzero.ranks import mesh
@@ -92,7 +93,8 @@ def __getattr__(name: str) -> Any:
     """Import a module, or the module of a function, at its first use."""
     if name not in _LAZY_MODULES and name not in _MODULE_OF:
         modules = [x for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
-        hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else ""
+        nearest = did_you_mean(name, __all__, "fzero.{}")
+        hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else nearest
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     module = importlib.import_module(f"fzero.{_MODULE_OF.get(name, name)}")
     value = getattr(module, name) if name in _MODULE_OF else module

@@ -1,9 +1,13 @@
-"""Checks of a user's arguments. Each error names the argument, the value given and the value expected."""
+"""Checks of a user's arguments. Each error names the argument, the value given and the value expected.
 
-from collections.abc import Sequence
+Where a name is not there, the error has the nearest one.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-__all__ = ["check_choice", "check_int", "is_int", "name_of"]
+__all__ = ["check_choice", "check_int", "did_you_mean", "is_int", "missing_names", "name_of"]
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -52,12 +56,58 @@ def check_choice(name: str, value: Any, choices: Sequence[str | bool | None]) ->
         >>> check_choice("reduce", "max", ("mean", "weighted", "sum"))
         Traceback (most recent call last):
         ValueError: reduce='max': expected "mean", "weighted" or "sum"
-        >>> check_choice("moments", "fp8", ("int8",))
+        >>> check_choice("moments", "int9", ("int8",))
         Traceback (most recent call last):
-        ValueError: moments='fp8': expected "int8"
+        ValueError: moments='int9': expected "int8"; did you mean "int8"?
     """
     if any(isinstance(value, type(choice)) and value == choice for choice in choices):
         return
     *rest, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
     expected = f"{', '.join(rest)} or {last}" if rest else last
-    raise ValueError(f"{name}={value!r}: expected {expected}")
+    raise ValueError(f"{name}={value!r}: expected {expected}{did_you_mean(value, choices)}")
+
+
+def did_you_mean(value: Any, choices: Iterable[Any], form: str = '"{}"', cutoff: float = 0.6) -> str:
+    """Return "; did you mean X?" for an error, X being the choice that is nearest to a value; "" if none is near.
+
+    Args:
+        value: what the user gave.
+        choices: what there is; those that are no strings are left out.
+        form: how a choice is written in the error, with "{}" in its place.
+        cutoff: how alike they are at least, from 0 to 1.
+
+    Example:
+        >>> did_you_mean("fxx", ["inductor", "fx"])
+        '; did you mean "fx"?'
+    """
+    names = [choice for choice in choices if isinstance(choice, str)]
+    lower = {name.lower(): name for name in reversed(names)}
+    matches = difflib.get_close_matches(value.lower(), lower, 1, cutoff) if isinstance(value, str) else []
+    return f"; did you mean {form.format(lower[matches[0]])}?" if matches else ""
+
+
+def missing_names(module: str, names: Sequence[str], others: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which Python calls for a name that is not there: it raises.
+
+    Args:
+        module: the name of the module.
+        names: the module's public names.
+        others: the names of other libraries, each with what fzero has for it.
+
+    Raises:
+        AttributeError: at each call. It has what fzero calls another library's name, or the nearest name.
+
+    Example:
+        >>> missing_names("fzero.optim", ["adamw", "sgd"])("adamW")
+        Traceback (most recent call last):
+        AttributeError: module 'fzero.optim' has no attribute 'adamW'; did you mean fzero.optim.adamw?
+    """
+
+    def raise_with_nearest(name: str) -> Any:
+        """Raise an AttributeError that has the nearest name."""
+        message = f"module {module!r} has no attribute {name!r}"
+        if others and name in others:
+            raise AttributeError(f"{message}: here it is {others[name]}")
+        raise AttributeError(message + did_you_mean(name, names, f"{module}.{{}}"))
+
+    return raise_with_nearest

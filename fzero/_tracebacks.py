@@ -18,6 +18,23 @@ __all__ = ["UserFrames", "api_boundary", "api_boundary_of_class", "api_boundary_
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
 
+# What other libraries call an argument, with fzero's words for it: JAX, torch, DeepSpeed, Lightning and Megatron.
+_WORDS = {
+    "accumulate_grad_batches": ("micro_batches",),
+    "accumulation": ("micro_batches",),
+    "axis_name": ("axis",),
+    "donate_argnums": ("donate",),
+    "gradient_accumulation_steps": ("micro_batches",),
+    "level": ("stage",),
+    "mixed_precision": ("precision",),
+    "mode": ("backend", "stage", "simulate"),
+    "mp_policy": ("precision",),
+    "num_microbatches": ("micro_batches",),
+    "num_micro_batches": ("micro_batches",),
+    "policy": ("save", "precision"),
+    "reduction": ("reduce",),
+    "zero_stage": ("stage",),
+}
 _NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
 
 
@@ -60,10 +77,18 @@ def api_boundary_of_class(cls: _C) -> _C:
 
 
 def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
-    """Return a hint that names the nearest parameter of `f` for each unknown name; "" if no parameter is near."""
+    """Return a hint that names for each unknown name the parameter of `f` with its meaning, or the nearest one.
+
+    The hint is "" if no parameter is near.
+    """
     parameters = list(inspect.signature(f).parameters)
-    nearest = [(name, difflib.get_close_matches(name, parameters, 1)) for name in names if name not in parameters]
-    return "; ".join([f"did you mean {matches[0]}=, not {name}=?" for name, matches in nearest if matches])
+    nearest = []
+    for name in names:
+        known = [word for word in _WORDS.get(name, ()) if word in parameters]
+        matches = known or difflib.get_close_matches(name, parameters, 1)
+        if name not in parameters and matches:
+            nearest.append(f"did you mean {matches[0]}=, not {name}=?")
+    return "; ".join(nearest)
 
 
 class UserFrames:

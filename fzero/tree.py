@@ -6,10 +6,11 @@ A tree is a value that torch.func flattens: dicts, lists, tuples, NamedTuples, a
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fzero._arguments import missing_names
 from fzero._donated import check_not_donated
 from fzero._notice import trouble_link
 from fzero._torch import apply_to_groups, can_group, children_without_names, pytree, storage_id
@@ -320,3 +321,18 @@ def leaf_name(label: str, path: str) -> str:
     if not first.isdigit() or label not in ("argument", "result"):
         return f"{label} leaf {path!r}" if path else label
     return f"{label} {first}" + (f", leaf {rest!r}" if rest else "")
+
+
+_OTHER_NAMES = {  # those of other libraries
+    "leaves": "fzero.tree.flatten(tree)[0]",
+    "leaves_with_path": "fzero.tree.flatten_with_paths(tree)",
+    "structure": "fzero.tree.flatten(tree)[1]",
+    "tree_flatten": "fzero.tree.flatten",
+    "tree_leaves": "fzero.tree.flatten(tree)[0]",
+    "tree_map": "fzero.tree.map",
+    "tree_map_with_path": "fzero.tree.map_with_path",
+    "tree_unflatten": "fzero.tree.unflatten(structure, leaves)",
+}
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__, _OTHER_NAMES)

@@ -1,10 +1,13 @@
 """Checks of arguments: what passes, and what an error says."""
 
+import operator
+import re
+
 import pytest
 import torch
 
 import fzero
-from fzero._arguments import check_choice, check_int, is_int
+from fzero._arguments import check_choice, check_int, did_you_mean, is_int
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, torch.tensor(1)])
@@ -33,6 +36,44 @@ def test_check_choice_returns_the_listed_value():
             check_choice("check", value, choices)
     with pytest.raises(ValueError, match=r"moments='fp8': expected \"int8\"$"):
         check_choice("moments", "fp8", ("int8",))
+
+
+NEAREST = {
+    'did you mean "fx"?': lambda: fzero.jit(torch.sum, backend="fxx"),
+    'did you mean "matmuls"?': lambda: fzero.remat(torch.sum, save="matmul"),  # pyright: ignore
+    'did you mean "int8"?': lambda: fzero.codecs.Codec("int9"),
+    'did you mean "FIRST"?': lambda: check_choice("order", "first", ("last", "FIRST")),
+    "did you mean fzero.collectives?": lambda: getattr(fzero, "collectivs"),  # noqa: B009
+    "did you mean fzero.optim.adamw?": lambda: getattr(fzero.optim, "adamW"),  # noqa: B009
+    "here it is fzero.tree.map": lambda: getattr(fzero.tree, "tree_map"),  # noqa: B009
+    "here it is fzero.collectives.psum": lambda: getattr(fzero.collectives, "all_reduce"),  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("hint", NEAREST)
+def test_an_error_of_an_unknown_name_has_the_nearest_one(hint):
+    with pytest.raises((ValueError, AttributeError), match=re.escape(hint)):
+        NEAREST[hint]()
+
+
+def test_an_error_has_no_hint_where_no_name_is_near():
+    assert did_you_mean("zzz", ("first", None, True)) == did_you_mean(3, ("3",)) == ""
+    with pytest.raises(AttributeError, match=r"'fzero.optim' has no attribute 'zzz'$"):
+        getattr(fzero.optim, "zzz")  # noqa: B009
+
+
+OTHER_NAMES = [
+    (module, other, name)
+    for module in (fzero.optim, fzero.tree, fzero.collectives)
+    for other, name in module._OTHER_NAMES.items()
+]
+
+
+@pytest.mark.parametrize(("module", "other", "name"), OTHER_NAMES)
+def test_a_name_of_another_library_is_not_fzeros_and_leads_to_one_that_is(module, other, name):
+    assert other not in module.__all__ and not hasattr(module, other)
+    for path in re.findall(r"fzero((?:\.\w+)+)", name):
+        assert operator.attrgetter(path[1:])(fzero)
 
 
 MESH = fzero.mesh(dp=2)

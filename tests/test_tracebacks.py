@@ -209,6 +209,12 @@ def test_a_misspelt_argument_is_reported_with_the_nearest_name():
         fzero.shard(train_step, stge=3)  # pyright: ignore
     assert "did you mean stage=, not stge=?" in caught.value.__notes__
     with pytest.raises(TypeError) as caught:
+        fzero.value_and_grad(torch.sum, gradient_accumulation_steps=4)  # pyright: ignore
+    assert "did you mean micro_batches=, not gradient_accumulation_steps=?" in caught.value.__notes__
+    with pytest.raises(TypeError) as caught:
+        fzero.jit(torch.sum, mode="max-autotune")  # pyright: ignore
+    assert "did you mean backend=, not mode=?" in caught.value.__notes__
+    with pytest.raises(TypeError) as caught:
         fzero.mesh(4)  # pyright: ignore
     assert "Give each axis a name: fzero.mesh(dp=4)" in caught.value.__notes__
 

@@ -1,5 +1,8 @@
 """Axes of ranks: the state that a running rank program sees, on processes, under vmap, or in lockstep."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.axes import lockstep
 from fzero.axes._bound_axes import (
     averaged_axes,
@@ -123,3 +126,6 @@ INTERNAL = [
     "sequence_lengths",
     "tokens_axis",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

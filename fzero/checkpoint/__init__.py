@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fzero._arguments import missing_names
 from fzero.checkpoint import hf
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._folder import Checkpoints, checkpoints
@@ -32,4 +33,4 @@ def __getattr__(name: str) -> Any:
     """Import torch's format at its first use, because the import is slow."""
     if name == "dcp":
         return importlib.import_module("fzero.checkpoint.dcp")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing_names(__name__, __all__)(name)

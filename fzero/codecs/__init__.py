@@ -1,5 +1,8 @@
 """Codecs: a tensor in fewer bits, block by block, for what collectives send."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.codecs._codec import (
     Codec,
     CodecKey,
@@ -32,3 +35,6 @@ INTERNAL = [
     "scales_of",
     "unpack",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

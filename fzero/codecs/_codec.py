@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._arguments import check_choice
+from fzero._arguments import check_choice, did_you_mean
 from fzero._torch import allow_in_graph
 from fzero._tracebacks import api_boundary
 from fzero.codecs._quantize import (
@@ -67,7 +67,7 @@ class Codec:
     def __post_init__(self) -> None:
         """Check the settings."""
         if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}{did_you_mean(self.kind, KINDS)}")
         if type(self.block) is not int or self.block < 2:
             raise ValueError(f"block={self.block!r}: expected a number of elements, at least 2")
         if self.rounding not in ("nearest", "stochastic"):

@@ -1,5 +1,8 @@
 """Collectives: linear maps over ranks, each a row of one table with its transpose."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.collectives import gloo
 from fzero.collectives._check_copies import DeferredCheck, check_copies
 from fzero.collectives._messages import receive, send
@@ -107,3 +110,16 @@ INTERNAL = [
     "wait_tensor",
     "wait_to_host",
 ]
+
+_OTHER_NAMES = {  # those of other libraries
+    "all_reduce": "fzero.collectives.psum",
+    "reduce_scatter": "fzero.collectives.psum_scatter",
+    "pbroadcast": "fzero.collectives.pvary",
+    "pswapaxes": "fzero.collectives.all_to_all",
+    "axis_index": "fzero.axes.axis_index",
+    "axis_size": "fzero.axes.axis_size",
+    "barrier": "not needed: a collective waits for its ranks",
+}
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__, _OTHER_NAMES)

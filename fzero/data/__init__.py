@@ -1,5 +1,8 @@
 """Numbered batches: a step's batch is a function of its number, on any mesh."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.data._batch_plan import BatchPlan, batch_plan
 from fzero.data._batches import Batches, batches
 from fzero.data._once import mean, once
@@ -7,3 +10,6 @@ from fzero.data._padding import Padding, padding
 from fzero.data._prefetch import prefetch
 
 __all__ = ["BatchPlan", "Batches", "Padding", "batch_plan", "batches", "mean", "once", "padding", "prefetch"]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

@@ -1,5 +1,8 @@
 """The graph of a full step: tracing records it, passes order it, a plan counts its bytes, and a backend runs it."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.graph import loop
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import JitOptions
@@ -57,3 +60,6 @@ INTERNAL = [
     "step_of_rank",
     "transfer_seconds",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

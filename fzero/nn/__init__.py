@@ -1,5 +1,8 @@
 """torch.nn modules as pure functions of their parameters, and layers as functions of tensors."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.nn._apply import Apply
 from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
 from fzero.nn._functional import Functional, functional
@@ -33,3 +36,6 @@ INTERNAL = [
     "put_back",
     "repeated_blocks",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import did_you_mean
 from fzero._torch import allow_in_graph, scaled_mm
 from fzero._tracebacks import api_boundary
 from fzero.codecs import KINDS, largest_magnitudes, scales_of
@@ -73,7 +74,9 @@ def float8_linear(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
     if scaling not in SCALINGS:
-        raise ValueError(f"scaling={scaling!r}: expected {' or '.join(map(repr, SCALINGS))}")
+        raise ValueError(
+            f"scaling={scaling!r}: expected {' or '.join(map(repr, SCALINGS))}{did_you_mean(scaling, SCALINGS)}"
+        )
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x is {list(x.shape)}, and weight {list(weight.shape)}: expected [.., k] and [n, k]")
     if any(size % SIZE_MULTIPLE for size in weight.shape):

@@ -1,5 +1,8 @@
 """Observations of a run: metrics, the time of a step by source line, and where a value stopped being finite."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.observe._lines import LineCost, Span, StackCost
 from fzero.observe._metrics import MetricsLog, Rows, jsonl, log, progress, tensorboard
 from fzero.observe._nonfinite import Nonfinite, Origin, nonfinite
@@ -22,3 +25,6 @@ __all__ = [
     "progress",
     "tensorboard",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

@@ -1,5 +1,8 @@
 """Optimizers as (init, update) pairs."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adam import AdamState, adam, adamw, lamb, scale_by_adam, scale_by_trust_ratio
 from fzero.optim._averages import EmaState, ema, params_ema
@@ -153,3 +156,18 @@ INTERNAL = [
     "torch_optimizer_message",
     "watch_roles",
 ]
+
+_OTHER_NAMES = {  # those of other libraries
+    "warmup_cosine_decay_schedule": "fzero.optim.warmup_cosine",
+    "linear_schedule": "fzero.optim.linear",
+    "constant_schedule": "fzero.optim.constant",
+    "multi_transform": "fzero.optim.by_group",
+    "partition": "fzero.optim.by_group",
+    "MultiSteps": "micro_batches= of fzero.value_and_grad",
+    "GradientTransformation": "fzero.optim.Optimizer",
+    "incremental_update": "fzero.optim.params_ema",
+    "tree_utils": "fzero.tree",
+}
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__, _OTHER_NAMES)

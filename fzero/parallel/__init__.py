@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fzero._arguments import missing_names
+
 if TYPE_CHECKING:  # a lower layer imports schedules, and higher layers the rest: each is imported at its first use
     from fzero.parallel import context, experts, pipeline, schedules, tensor
 
@@ -13,4 +15,4 @@ def __getattr__(name: str) -> Any:
     """Import a folder at its first use."""
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing_names(__name__, __all__)(name)

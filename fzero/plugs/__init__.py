@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fzero._arguments import missing_names
+
 if TYPE_CHECKING:
     from fzero.plugs import accelerate, lightning, transformers
 
@@ -13,4 +15,4 @@ def __getattr__(name: str) -> Any:
     """Import a plug at its first use, because it needs its library."""
     if name in __all__:
         return importlib.import_module(f"fzero.plugs.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing_names(__name__, __all__)(name)

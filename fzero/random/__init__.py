@@ -1,5 +1,8 @@
 """Random numbers by key: a draw depends only on its key and its shape, on every rank and at every stage."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.random._draws import apply_mask, bernoulli, dropout, keep_mask_at, normal, randint, uniform
 from fzero.random._keys import bits_at, check_key, fold_in, key, mix_bits, split
 from fzero.random._seeded import call_with_key, next_key, seeded
@@ -26,3 +29,6 @@ INTERNAL = [
     "mix_bits",
     "next_key",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

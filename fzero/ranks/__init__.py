@@ -1,5 +1,8 @@
 """Ranks: a mesh names them, and a rank program runs on them."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.ranks._agreement import (
     all_gather_numbers,
     all_gather_texts,
@@ -37,3 +40,6 @@ INTERNAL = [
     "index_along",
     "is_leader",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-from fzero._arguments import is_int
+from fzero._arguments import did_you_mean, is_int
 
 __all__ = ["check_axes", "fill_shape", "index_along"]
 
@@ -48,8 +48,7 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: 
         if typos := get_close_matches(name, arguments, 1, cutoff=0.85):  # else a mistyped argument is an axis
             raise TypeError(f"{name}={size!r}: did you mean {typos[0]}=? An axis needs a name that is less like it")
         if not is_int(size):
-            matches = get_close_matches(name, arguments, 1)
-            hint = f"; did you mean {matches[0]}=?" if matches else ""
+            hint = did_you_mean(name, arguments, "{}=")
             raise TypeError(
                 f"{name}={size!r}: expected an int, the number of ranks of an axis, such as fzero.mesh(dp=2){hint}"
             )

@@ -1,5 +1,8 @@
 """Sharding: units, the leaves of a tree that are sharded together, and the boxes that hold their shards."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.sharding._boxes import (
     PerRank,
     Shard,
@@ -173,3 +176,6 @@ INTERNAL = [
     "write_subset",
     "zero_padding",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

@@ -1,5 +1,8 @@
 """The transforms over trees: partition, gather, reduce_scatter, step; `value_and_grad` and `remat`."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.transforms._loss_scale import scaled_value_and_grad
 from fzero.transforms._remat import remat
 from fzero.transforms._stage_transforms import assemble, gather, partition, reduce_scatter, replicate, step
@@ -20,3 +23,6 @@ INTERNAL = [
     "assemble",
     "replicate",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fzero._arguments import did_you_mean
 from fzero._torch import in_transform, storage_id
 from fzero._torch.types import Tensors
 from fzero._tracebacks import api_boundary
@@ -305,7 +306,8 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
     uses_host = save == "host"
     save_filter = None if uses_host else is_matmul if save == "matmuls" else save
     if isinstance(save_filter, str) or not (save_filter is None or callable(save_filter)):
-        raise ValueError(f'save={save!r}: expected None, "matmuls", "host", or a function of an operation')
+        hint = did_you_mean(save, ["matmuls", "host"])
+        raise ValueError(f'save={save!r}: expected None, "matmuls", "host", or a function of an operation{hint}')
 
     @functools.wraps(block)
     def seeded_block(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,8 @@
 """Tuning: the memory and the time of a step at each setting, and the setting that fits, before anything runs."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration
@@ -61,3 +64,6 @@ __all__ = [
     "tune",
     "watch",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

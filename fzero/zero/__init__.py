@@ -1,5 +1,8 @@
 """ZeRO: a stage is a row of a table, and a sharded step composes the transforms by this row."""
 
+from typing import TYPE_CHECKING
+
+from fzero._arguments import missing_names
 from fzero.zero._bytes import state_bytes
 from fzero.zero._evaluate import evaluate, predict
 from fzero.zero._module_params import initializer, stand_ins
@@ -25,3 +28,6 @@ INTERNAL = [
     "STAGES",
     "stand_ins",
 ]
+
+if not TYPE_CHECKING:  # a type checker finds a missing name itself
+    __getattr__ = missing_names(__name__, __all__)

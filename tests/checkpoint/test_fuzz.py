@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 import fzero
-from fzero.checkpoint.layout import _bounded_json, _files, _manifest
+from fzero.checkpoint import _files
+from fzero.checkpoint.layout import _bounded_json, _manifest
 from tests.checkpoint.fuzz import FORMATS
 from tests.checkpoint.helpers import body_of, write_manifest
 from tests.helpers import cases

@@ -21,12 +21,15 @@ MUTANTS = [
         Fault(
             "an error of a policy's constructor has frames of fzero", "api_boundary_of_class", bare("api_boundary(A)")
         ),
+        Fault("another library's argument is answered with the nearest", "_nearest", bare("_WORDS.get(A, B)")),
     ),
     *File("_arguments.py", ("tests/test_arguments.py",)).faults(
         Fault("a bool passes as an int", "is_int", bare("A and B")),
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
         Fault("a single choice is told as one of two", "check_choice", becomes("A if rest else last", "A")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
+        Fault("a name in other letters is not near", "did_you_mean", bare("A.lower()", at="2 of 2")),
+        Fault("another library's name is answered with the nearest", "missing_names", never("A and name in A")),
     ),
     *File("examples.py", ("tests/examples/test_copies.py",)).faults(
         Fault("a copied program replaces the user's file", "main", never("A(B).exists()")),

@@ -1,10 +1,10 @@
 """Named schedules, in the order of their papers. Orders in closed form hold for any number of micro-batches."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from fzero._arguments import did_you_mean
 from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import Action, Kind, stages_on
 from fzero.parallel.schedules._greedy import Cap, caps_by_rank, check_counts, list_schedule, place_stages
@@ -300,8 +300,7 @@ def check_name(name: str, stages_per_rank: int) -> None:
 
 def _lookup(name: str) -> NamedSchedule:
     if name not in NAMES:
-        matches = difflib.get_close_matches(str(name).lower(), NAMES, 1, 0.4)
-        hint = f"; did you mean {matches[0]!r}?" if matches else ""
+        hint = did_you_mean(name, NAMES, "'{}'", cutoff=0.4)
         raise ValueError(f"schedule {name!r}: expected one of {', '.join(map(repr, NAMES))}{hint}")
     return NAMES[name]
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from fzero._arguments import did_you_mean
 from fzero.tuning.machines._cache_folder import cache_folder, write_atomically
 from fzero.tuning.machines._machine import Machine
 
@@ -136,7 +137,8 @@ def machine_of(machine: Any) -> Machine:
     if machine.lower() == "calibrated":
         return _read_calibrated()
     if machine.lower() not in MACHINES:
-        raise ValueError(f"machine={machine!r} is unknown: expected one of {names}, or a fzero.tuning.Machine")
+        hint = did_you_mean(machine, MACHINES)
+        raise ValueError(f"machine={machine!r} is unknown: expected one of {names}, or a fzero.tuning.Machine{hint}")
     return MACHINES[machine.lower()]
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import fzero
 from fzero import tuning
 from fzero.__main__ import main
-from fzero.tuning import CPU, H100, _calibrate
+from fzero.tuning import CPU, H100
+from fzero.tuning.machines import _calibrate
 from fzero.tuning.machines._calibrate import _fit_links
 from fzero.tuning.machines._named_machines import _read_calibrated, save
 from tests.distributed.launch import forked, free_port, rank_variables
