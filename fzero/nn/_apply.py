@@ -53,6 +53,8 @@ class Apply:
         param_names: the names of its trainable parameters.
         buffer_names: the names of its buffers and frozen parameters.
         mutable_names: the names of the buffers that its forward pass may write in place.
+        scratch_names: the names of the buffers that its forward pass writes before it reads them; a call returns them
+            as they were.
         blocks: the names of the submodules that run again in the backward pass.
         tp: the layers that are split over an axis. The ranks along that axis receive the same arguments.
         ignore_writes: patterns of the attributes that forward may write although the writes are lost.
@@ -69,6 +71,7 @@ class Apply:
     ignore_writes: tuple[str, ...] = ()
     prefix: str = ""
     is_own: bool = False
+    scratch_names: frozenset[str] = frozenset()
     _cache: _ApplyCache = field(default_factory=_ApplyCache, repr=False, compare=False)
 
     def __call__(
@@ -137,10 +140,11 @@ class Apply:
         if self.tp is not None:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
         notice_split_tokens(self.module)
-        copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable_names)}
+        copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable_names | self.scratch_names)}
         with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
             out = self._run(f, state, args, kwargs)
-        return out, {**buffers, **{name: state[name] for name, x in buffers.items() if not is_box(x)}}
+        kept = {name for name, x in buffers.items() if is_box(x)} | self.scratch_names
+        return out, {name: x if name in kept else state[name] for name, x in buffers.items()}
 
     def _run(self, f: Callable[..., Any] | None, state: NamedTensors, args: Any, kwargs: Any) -> Any:
         """Run `f` on `state`, where writes replace mutable buffers, and check its other writes."""
@@ -156,7 +160,7 @@ class Apply:
         stand_ins = module_states(module)
         try:
             out = _call_on(module, f, state, args, kwargs)
-            check_writes(versions, state, self.param_names, self.mutable_names)
+            check_writes(versions, state, self.param_names, self.mutable_names | self.scratch_names)
             if before is not None:
                 kind = type(module).__name__
                 check = LeftoverCheck(kind, self.prefix, self.ignore_writes, is_traced, has_program=f is not None)

@@ -16,11 +16,12 @@ from fzero.nn._matmul_precision import MatmulPrecisionLike, install_matmuls, mat
 from fzero.nn._module_checks import check_module
 from fzero.nn._remat_blocks import remat_blocks
 from fzero.parallel.context import install as install_context
+from fzero.parallel.context import rope_types
 from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
 from fzero.zero import stand_ins
 
-__all__ = ["Functional", "functional", "mutable_buffers", "tensors_of"]
+__all__ = ["Functional", "functional", "mutable_buffers", "scratch_buffers", "tensors_of"]
 
 
 class Functional(NamedTuple):
@@ -112,7 +113,7 @@ def functional(
     head = check_head(module) if chunked_loss else None
     params, frozen, buffers = tensors_of(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
-    buffers_and_frozen, mutable = {**buffers, **frozen}, mutable_buffers(module)
+    buffers_and_frozen, mutable, scratch = {**buffers, **frozen}, mutable_buffers(module), scratch_buffers(module)
     copied = copy_module(module, stand_ins(module))
     use_differentiable(copied)
     policy = matmul_precision_of(matmul_precision)
@@ -125,7 +126,7 @@ def functional(
         install_lazy_logits(copied, head, tp)
     if context_axis is not None:
         install_context(copied, context_axis)
-    blocks = remat_blocks(copied, None if remat is True else remat, mutable) if remat else ()
+    blocks = remat_blocks(copied, None if remat is True else remat, mutable | scratch) if remat else ()
     apply = Apply(
         module=copied,
         param_names=frozenset(params),
@@ -133,7 +134,8 @@ def functional(
         mutable_names=mutable,
         blocks=blocks,
         tp=tp,
-        ignore_writes=tuple(ignore_writes),
+        ignore_writes=(*ignore_writes, *[f"{path}*long_inv_freq" for path in _longrope_paths(module)]),
+        scratch_names=scratch,
     )
     return Functional(apply, params, buffers_and_frozen)
 
@@ -156,3 +158,24 @@ def mutable_buffers(module: torch.nn.Module) -> frozenset[str]:
             if b.is_floating_point() or b.numel() == 1:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return frozenset(names & dict(module.named_buffers()).keys())
+
+
+def scratch_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names of buffers that forward writes before it reads them: frequencies of transformers' "longrope".
+
+    Each forward pass chooses the frequencies for the length of its sequences, and copies them into the buffer.
+    """
+    paths = tuple(_longrope_paths(module))
+    return frozenset(
+        [
+            name
+            for name, _ in module.named_buffers()
+            if name.startswith(paths) and name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+        ]
+    )
+
+
+def _longrope_paths(module: torch.nn.Module) -> list[str]:
+    """List the paths of the rotary embeddings of this kind, each with a dot at its end. They cache the long set."""
+    paths = [path for path, m in module.named_modules() if "longrope" in rope_types(m)]
+    return [f"{path}." if path else "" for path in paths]

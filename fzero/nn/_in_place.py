@@ -8,7 +8,7 @@ from fzero._torch.modules import attributes, refresh_flat_weights
 from fzero._torch.types import NamedTensors
 from fzero.nn._apply import Apply
 from fzero.nn._copy import copy_module
-from fzero.nn._functional import Functional, mutable_buffers, tensors_of
+from fzero.nn._functional import Functional, mutable_buffers, scratch_buffers, tensors_of
 from fzero.nn._module_writes import tensors_in
 from fzero.nn._remat_blocks import remat_blocks, repeated_blocks, undo_remat_blocks
 from fzero.parallel.experts import use_differentiable
@@ -27,7 +27,8 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
         device: where other tensors of the module go, such as the state of metrics.
     """
     params, frozen, buffers = tensors_of(module, is_copied=False)
-    mutable, places, memo = mutable_buffers(module), _places(module), stand_ins(module)
+    mutable, scratch = mutable_buffers(module), scratch_buffers(module)
+    places, memo = _places(module), stand_ins(module)
     for m, name, _ in places:
         setattr(m, name, None)
     module.to(device)
@@ -35,7 +36,7 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
         setattr(m, name, memo[id(x)])
     refresh_flat_weights(module)
     use_differentiable(module)
-    blocks = remat_blocks(module, None, mutable) if repeated_blocks(module) else ()
+    blocks = remat_blocks(module, None, mutable | scratch) if repeated_blocks(module) else ()
     buffers_and_frozen = {**buffers, **frozen}
     apply = Apply(
         module=module,
@@ -44,6 +45,7 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
         mutable_names=mutable,
         blocks=blocks,
         is_own=True,
+        scratch_names=scratch,
     )
     return Functional(apply, params, buffers_and_frozen)
 

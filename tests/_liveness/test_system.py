@@ -95,7 +95,7 @@ def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
         assert system.sample(300.0).silent == {tcp.link: 0.0}
         use = system.sample(500.0)
         assert use.silent == {tcp.link: 200.0}
-        assert system.sample(650.0).seconds == use.seconds
+        assert system.sample(650.0).seconds - use.seconds < 5  # this process's own work, of 150 s
         tcp = tcp._replace(is_sending=False)
         assert system.sample(660.0).silent == {}
 

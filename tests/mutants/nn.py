@@ -109,6 +109,20 @@ MUTANTS = [
             ("tests/nn/test_functional.py",),
         ),
     ),
+    *File("nn/_functional.py", ("tests/nn/test_longrope.py",)).faults(
+        Fault("longrope's frequencies are constants", "scratch_buffers", returns("frozenset()")),
+        Fault("the short frequencies of longrope are scratch", "scratch_buffers", always("not A.endswith(B)")),
+        Fault("the cache of longrope is a notice", "functional", becomes("(*A, *B)", "(*A,)")),
+    ),
+    *File("nn/_apply.py", ("tests/nn/test_longrope.py",)).faults(
+        Fault(
+            "a call returns the frequencies that it wrote", "Apply._call", bare("A | self.scratch_names", at="2 of 2")
+        ),
+    ),
+    *File("parallel/context/_models.py", ("tests/nn/test_longrope.py",)).faults(
+        Fault("a rank of split sequences knows its own positions alone", "_with_longest", always("A is None")),
+        Fault("the longest position has an angle of its own", "_with_longest", bare("A[..., :-1, :]")),
+    ),
     *File("nn/_apply.py", STEP).faults(
         Fault("ranks share a module's cached copy", "Apply._own_module", bare("B(A, C)")),
         Fault("ranks in lockstep run one module", "Apply._own_module", always("not A()")),

@@ -11,19 +11,19 @@ import torch
 from fzero._notice import warn_once
 from fzero._torch.levels import may_differ
 from fzero.axes import axis_if_bound, axis_size, bound_axis, tokens_axis
+from fzero.collectives import all_gather_invariant
 from fzero.parallel.context._attention import attention
 from fzero.parallel.context._layout import positions
 from fzero.parallel.context._short_convolution import replace_convolutions, short_convolutions, split_convolution
 from fzero.random import next_key
 
-__all__ = ["ContextAxis", "check_model", "install", "notice_split_tokens"]
+__all__ = ["ContextAxis", "check_model", "install", "notice_split_tokens", "rope_types"]
 
 # What combines tokens besides attention, by the types of modules and by words in the names of their classes.
 _MIXERS = torch.nn.modules.conv._ConvNd, torch.nn.RNNBase
 _MIXER_NAMES = ("mamba", "rwkv", "recurrent", "recurrence", "deltanet", "linearattention", "shortconv", "retention")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "conv"}
 _ENDINGS = "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification"
-_CHANGING_ROPE = {"dynamic", "longrope"}  # whose angles follow from the largest position of a forward pass
 _UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_mask")
 _INSTALLED = "fzero, over "  # the names of the implementations of attention begin so
 _MISSING: Any = object()
@@ -74,8 +74,8 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
             raise ValueError(f"{name}: {path!r} is a {type(module).__name__}, which combines tokens without attention")
         if any(attribute.startswith("create_position_ids") for attribute in dir(module)):
             raise ValueError(f"{name}: {path!r} numbers tokens by the padding before them, on any rank")
-        if changing := _rope_types(module) & _CHANGING_ROPE:
-            raise ValueError(f"{name}: {path!r} has rope_type={min(changing)!r}, which depends on the longest sequence")
+        if "dynamic" in rope_types(module):
+            raise ValueError(f"{name}: {path!r} has rope_type='dynamic', which reads the longest sequence in Python")
     text = config.get_text_config()
     if other := sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES):
         raise ValueError(f"{name} has layers of type {other[0]!r}: expected layers of {sorted(_LAYER_TYPES)}")
@@ -93,8 +93,8 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
     return ContextAxis(name, axis)
 
 
-def _rope_types(module: Any) -> set[Any]:
-    """Return the types of a module's rotary embedding: one, or one for each type of layer."""
+def rope_types(module: Any) -> set[Any]:
+    """Return the types of a rotary embedding: one, or one for each type of layer; `{None}` for another module."""
     types = getattr(module, "rope_type", None)
     return set(types.values()) if isinstance(types, dict) else {types}
 
@@ -107,7 +107,25 @@ def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     AttentionInterface.register(name, partial(_attend, context))
     copied.set_attn_implementation(name)  # type: ignore[operator]
     replace_convolutions(copied, split_convolution(context.name, context.axis))
+    for module in copied.modules():
+        if "longrope" in rope_types(module):
+            module.forward = _with_longest(module.forward, context.axis)
     copied.forward = _with_positions(copied.forward, context)
+
+
+def _with_longest(run: Callable[..., Any], axis: str) -> Callable[..., Any]:
+    """Let a rotary embedding, which chooses its frequencies by the largest position, see that of all ranks."""
+
+    @wraps(run)
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if axis_if_bound(axis) is None:
+            return run(x, position_ids, *args, **kwargs)
+        largest = all_gather_invariant(position_ids.amax().reshape(1), axis).amax()
+        known = torch.cat([position_ids, largest.expand(*position_ids.shape[:-1], 1)], -1)
+        angles = run(x, known, *args, **kwargs)
+        return tuple([part[..., :-1, :] for part in angles])
+
+    return forward
 
 
 def notice_split_tokens(model: torch.nn.Module) -> None:

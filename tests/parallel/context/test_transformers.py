@@ -219,7 +219,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
             "LlamaForCausalLM",
             "LlamaConfig",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-            "rope_type='dynamic', which depends on the longest sequence",
+            "rope_type='dynamic', which reads the longest sequence in Python",
         ),
         ("BertModel", "BertConfig", SIZES, "BertModel pools some tokens"),
         ("BertForSequenceClassification", "BertConfig", SIZES, "reads the results of some tokens"),
