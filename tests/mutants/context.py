@@ -169,7 +169,7 @@ MUTANTS = [
             "_window",
             becomes("A.sliding_window + 1", "A.sliding_window"),
         ),
-        Fault("rotary angles may follow from one rank's tokens", "check_model", never("(changing := A)")),
+        Fault("rotary angles may follow from one rank's tokens", "check_model", never("'dynamic' in A")),
         Fault("a mask of heads is ignored", "_check_call", never("(other := A)")),
     ),
     *File("parallel/context/_models.py", MODELS).faults(
