@@ -382,7 +382,9 @@ def test_readers_are_shown_public_names():
 def test_public_names_are_documented():
     """Those of the plugs, which need other libraries, have such tests in `tests/plugs`."""
     names = public_names(OF_FZERO)
-    assert not undocumented(names) and not without_example(names) and not without_boundary(names)
+    assert not undocumented(names), "begin the docstring with a sentence"
+    assert not without_example(names), "add an example that runs"
+    assert not without_boundary(names), "@api_boundary above the function, or @torch_hints above an optimizer's"
 
 
 def test_a_file_is_one_idea():

@@ -6,4 +6,6 @@ from tests.public_names import OF_PLUGS, public_names, undocumented, without_bou
 def test_public_names_of_plugs_are_documented():
     names = public_names(OF_PLUGS)
     assert len(OF_PLUGS) == 3 and len(names) > 3
-    assert not undocumented(names) and not without_example(names) and not without_boundary(names)
+    assert not undocumented(names), "begin the docstring with a sentence"
+    assert not without_example(names), "add an example that runs"
+    assert not without_boundary(names), "@api_boundary above the function"
