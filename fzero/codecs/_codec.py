@@ -144,7 +144,9 @@ class Codec:
         scales = scales_of(kind, largest_magnitudes(self.to_blocks(flat)))
         of_element = scales.repeat_interleave(self.block)[: x.numel()].view(x.shape)
         if not kind.is_float:
-            return of_element * (1.0 if self.is_stochastic else 0.5) * (1 + 2**-20)  # float32 rounds the quotient, too
+            # float32 rounds the quotient and the product, each by 2^-24 of a code: of half a step that is twice as much
+            rounding = 1 + (kind.largest + 1) * 2**-22
+            return of_element * (1.0 if self.is_stochastic else 0.5) * rounding
         info = torch.finfo(kind.dtype)
         relative = x.to(torch.float32).abs() * (info.eps / 2)
         return torch.maximum(relative, of_element * info.smallest_normal * info.eps / 2) * (1 + 2**-20)

@@ -27,6 +27,11 @@ MUTANTS = [
         Fault("a scale is half as large", "scales_of", becomes("A / B.largest", "A / (2 * B.largest)")),
     ),
     *File("codecs/_codec.py", CODECS).faults(
+        Fault(
+            "the bound of an integer codec leaves float32's rounding out",
+            "Codec.error_bound",
+            becomes("1 + (A.largest + 1) * 2**-22", "1"),
+        ),
         Fault("the gradient is rounded, too", "_Round.backward", becomes("A[0]", "A[0].bfloat16().float()")),
         Fault("a vmap rounds all its values as one tensor", "_Round.vmap", becomes("leading + 1", "leading")),
     ),
