@@ -5,7 +5,6 @@ import importlib
 import math
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,19 +14,18 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._format import format_bytes, format_seconds
+from fzero.tuning._command_options import AUTO, SEARCH_ROWS, parser
 from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
-from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS, min_stages_of
+from fzero.tuning._search_space import min_stages_of
 from fzero.tuning._sweep import case_arguments, choices_of, render_cases
 from fzero.tuning._table_views import render_comparison, warnings_of, width_of
 from fzero.tuning._tune import ConfigurationTable, tune
-from fzero.tuning.exports import EXPORTS
 from fzero.tuning.long_runs import Reliability, goodput
-from fzero.tuning.machines import MACHINES, calibrate, machine_of, save
+from fzero.tuning.machines import calibrate, machine_of, save
 from fzero.tuning.models import (
-    PRESETS,
     ModelShape,
     init,
     largest_sizes,
@@ -39,13 +37,6 @@ from fzero.tuning.models import (
 
 __all__ = ["run"]
 
-_UNITS = {"": 1, "B": 1, **{f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}}
-_UNITS |= {f"{x}IB": 1024**i for i, x in enumerate("KMGT", 1)}
-_TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_AUTO = "auto"
-_ROWS = 12  # of a search over all sizes of an axis
-_REMAT = {"no": False, "matmuls": "matmuls", EVERY_SECOND: EVERY_SECOND, "yes": True}
-
 
 def run(argv: Sequence[str]) -> int:
     """Run a command.
@@ -53,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     Returns:
         The exit code: 0, 1 if nothing fits, 2 for a wrong argument.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         if args.command == "calibrate":
             return _calibrate(args)
@@ -64,174 +55,6 @@ def run(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"fzero {args.command}: {error}", file=sys.stderr)
         return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fzero", description="Plan training before it runs; nothing is downloaded or run.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("calibrate", help="measure this machine for --machine calibrated")
-    measure.add_argument("--seconds", type=float, default=5.0, help="about how many seconds to take")
-    plan = commands.add_parser("plan", help="list which settings fit, and how fast they are by a cost model")
-    group = plan.add_argument_group("the run")
-    group.add_argument(
-        "model", nargs="?", help=f"{', '.join(PRESETS)}, or several; a config.json or its folder; or module:make_step"
-    )
-    group.add_argument("--world", type=_list_of(int), metavar="8,64", help="all ranks; several are compared")
-    group.add_argument("--batch", type=_list_of(int), metavar="512", help="samples of one step, over all ranks")
-    group.add_argument("--length", type=_list_of(int), help="tokens of a sequence, or the side of an image in pixels")
-    group.add_argument("--depth", type=int, help="number of blocks; with module:make_step, it must build config.depth")
-    group = plan.add_argument_group("the machine")
-    group.add_argument("--machine", type=_list_of(str), default=("h100",), help=f"of {', '.join(MACHINES)}, calibrated")
-    group.add_argument("--memory", type=_bytes, help="memory of a device, such as 80GB; by default that of --machine")
-    group.add_argument("--margin", type=float, help="the share of --memory that plans do not count; 0.07 on a GPU")
-    group.add_argument("--links", type=_links, metavar="dp=40GB", help="bytes a second of collectives along an axis")
-    group = plan.add_argument_group("settings to try")
-    group.add_argument("--stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3", help="ZeRO stages")
-    group.add_argument(
-        "--micro-batches", type=_list_of(int), metavar="1,2,4", help="by default 1 to 16, as far as they divide"
-    )
-    group.add_argument(
-        "--remat",
-        type=_list_of(_remat),
-        default=USUAL_REMATS,
-        metavar="no,matmuls,every-2,yes",
-        help="what the backward pass recomputes of each block: nothing, all but matrix products, every second one, all",
-    )
-    group.add_argument(
-        "--precision",
-        type=_list_of(str),
-        default=("bfloat16",),
-        metavar="bfloat16,float32",
-        help="dtypes of the computation; half precision has float32 masters",
-    )
-    group.add_argument(
-        "--offload", type=_list_of(float), default=(0.0,), metavar="0,0.5,1", help="shares of the state on the host"
-    )
-    group.add_argument(
-        "--ep", type=_list_of(int), metavar="1,8", help="ranks that experts are split over; by default 1, and up to 8"
-    )
-    group.add_argument("--cp", type=_sizes, default=(1,), metavar="1,8 or auto", help="ranks that share each sequence")
-    group.add_argument("--tp", type=_sizes, default=(1,), metavar="1,8 or auto", help="ranks that share each matrix")
-    group.add_argument("--pp", type=_sizes, default=(1,), metavar="1,4 or auto", help="ranks along a pipeline")
-    group.add_argument(
-        "--schedule", type=_list_of(str), default=("1f1b",), metavar="1f1b,interleaved:4", help="pipeline schedules"
-    )
-    group.add_argument(
-        "--rows",
-        type=_count,
-        metavar="12",
-        help=f"how many to plan, those first that may be fastest; by default all, or {_ROWS} if an axis is auto",
-    )
-    group = plan.add_argument_group("the step")
-    group.add_argument(
-        "--chunked-loss",
-        action="store_true",
-        help="compute the loss from chunks of classes, without all logits at once; a third more work for the head",
-    )
-    group.add_argument(
-        "--explicit-attention",
-        action="store_true",
-        help="write attention out, so that its weights are saved for the backward pass",
-    )
-    group.add_argument(
-        "--compile", action="store_true", help="count fused operations once, as Inductor compiles a step"
-    )
-    group.add_argument("--gather", choices=[*CODECS], help="gather parameters in these numbers")
-    group.add_argument("--reduce", choices=[*CODECS], help="sum gradients over ranks in these numbers")
-    group.add_argument("--moments", choices=["int8", "bfloat16"], help="how the optimizer keeps its moments")
-    group.add_argument(
-        "--float8", choices=["tensorwise", "rowwise"], help="multiply in float8 within blocks, so scaled"
-    )
-    group = plan.add_argument_group("a long run")
-    group.add_argument(
-        "--mtbf", type=_seconds, metavar="45000h", help="time between failures of a device: prints goodput"
-    )
-    group.add_argument("--save-time", type=_seconds, metavar="5s", help="with --mtbf: how long a save stops the steps")
-    group.add_argument(
-        "--restart-time", type=_seconds, metavar="5min", help="with --mtbf: from a failure to the next step"
-    )
-    group.add_argument(
-        "--repair-time", type=_seconds, metavar="2h", help="with --mtbf: go on without a lost host so long"
-    )
-    group.add_argument("--days", type=float, help="with --mtbf: the days of the run, by default 30")
-    group = plan.add_argument_group("output")
-    group.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the table")
-    group.add_argument("--csv", type=pathlib.Path, metavar="FILE", help="write the rows")
-    group.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write one page for any browser")
-    group.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw peak against seconds")
-    group.add_argument(
-        "--export",
-        type=_export,
-        action="append",
-        default=[],
-        metavar="SYSTEM[=FILE]",
-        help=f"print the best row as the configuration of {', '.join(EXPORTS)}, or write it into a file",
-    )
-    group.add_argument(
-        "--compare", nargs=2, type=pathlib.Path, metavar="FILE", help="compare two tables that --json wrote"
-    )
-    group.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to plan on")
-    group.add_argument(
-        "--no-cache", action="store_true", help="plan all rows anew; rows of models by name are cached otherwise"
-    )
-    return parser
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
-    return float(match[1]) * _UNITS[match[2].upper()]
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2] not in _TIMES:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 45000h, 5min or 30s")
-    return float(match[1]) * _TIMES[match[2]]
-
-
-def _links(text: str) -> dict[str, float]:
-    pairs = [part.partition("=") for part in text.split(",")]
-    if any(not axis or not speed for axis, _, speed in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected axes and bytes a second, such as dp=40GB,ep=300GB")
-    return {axis: _bytes(speed) for axis, _, speed in pairs}
-
-
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def values(text: str) -> tuple[Any, ...]:
-        return tuple([kind(part) for part in text.split(",")])
-
-    values.__name__ = "list"  # for argparse's error
-    return values
-
-
-def _sizes(text: str) -> tuple[int, ...] | str:
-    if text == _AUTO:
-        return _AUTO
-    try:
-        return _list_of(int)(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected sizes such as 1,8, or auto") from error
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an int, at least 1")
-    return int(text)
-
-
-def _export(text: str) -> tuple[str, pathlib.Path | None]:
-    system, _, path = text.partition("=")
-    if system not in EXPORTS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(EXPORTS)}, and =FILE to write a file")
-    return system, pathlib.Path(path) if path else None
-
-
-def _remat(text: str) -> bool | str:
-    if text not in _REMAT:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected no, matmuls, every-2 or yes")
-    return _REMAT[text]
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -363,7 +186,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
         ValueError: if the model is a function of the user's, or no sizes of the axes divide ranks and batch.
     """
     options = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
-    auto_names = [name for name, values in options.items() if values == _AUTO]
+    auto_names = [name for name, values in options.items() if values == AUTO]
     if not auto_names:
         return
     if shape is None:
@@ -375,7 +198,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     sizes = {name: powers_of_two(largest[name]) if name in auto_names else options[name] for name in options}
     for name, values in usable_sizes(sizes, args.world, args.batch).items():
         setattr(args, name, values)
-    args.rows = _ROWS if args.rows is None else args.rows
+    args.rows = SEARCH_ROWS if args.rows is None else args.rows
 
 
 def _tune_with_progress(

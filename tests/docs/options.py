@@ -4,15 +4,15 @@ import argparse
 import re
 from typing import Any
 
-from fzero.tuning import command
+from fzero.tuning import _command_options
 from tests.docs.pages import DOCS
 
 PAGE, BEGIN, END = DOCS / "planner.md", "<!-- options -->\n", "<!-- /options -->"
-_NAMES_OF_REMAT = {value: name for name, value in command._REMAT.items()}
+_NAMES_OF_REMAT = {value: name for name, value in _command_options._REMAT.items()}
 
 
 def _plan_parser() -> Any:
-    (commands,) = command._parser()._subparsers._group_actions  # pyright: ignore
+    (commands,) = _command_options.parser()._subparsers._group_actions  # pyright: ignore
     return commands.choices["plan"]
 
 

@@ -269,8 +269,10 @@ MUTANTS = [
         Fault("an estimate gives each host the memory of all hosts", "deepspeed_zero3", bare("A / hosts")),
         Fault("an estimate leaves out the largest layer", "deepspeed_zero3", becomes("4 * A", "0")),
     ),
-    *File("tuning/command.py", COMMAND).faults(
+    *File("tuning/_command_options.py", COMMAND).faults(
         Fault("a kilobyte is 1024 bytes", "_UNITS", constant(1000, 1024)),
+    ),
+    *File("tuning/command.py", COMMAND).faults(
         Fault("the command exits with 0 if nothing fits", "_plan", constant(1, 0)),
         Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss")),
     ),
