@@ -48,6 +48,7 @@ def api_boundary(f: _F, hint: str = "") -> _F:
 
     @functools.wraps(f)
     def f_with_short_tracebacks(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, and add hints to the error of a call with wrong arguments."""
         if torch.compiler.is_dynamo_compiling():  # Dynamo raises its own errors
             return f(*args, **kwargs)
         with UserFrames():
@@ -104,6 +105,7 @@ class UserFrames:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Shorten the traceback of an error that is a message, or raise the error that names a lost rank."""
         if (lost := explain(error)) is not None:
             if error is not None and not sys.flags.dev_mode:
                 error.__traceback__ = _user_frames(trace)

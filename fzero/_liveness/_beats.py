@@ -140,6 +140,7 @@ class _Heartbeat:
     """One heartbeat: its socket, its rank's process, and its judge."""
 
     def __init__(self, config: Config) -> None:
+        """Open the socket, and on rank 0 bind it to a free port, which is told to the trainer."""
         self.config, self.process, self.over = config, _Process(config), False
         self.period = min(max(config.limit / 30, 0.05), 2.0)
         self.clock = Awake(time.monotonic(), 2 * self.period)

@@ -78,6 +78,7 @@ class Heart:
     """
 
     def __init__(self, config: Config, store: Any) -> None:
+        """Start the heartbeat's process, and read on rank 0 the port at which the others reach it."""
         self._store = store
         self.limit, self.port = config.limit, config.port
         self.lost: LostRankError | None = None

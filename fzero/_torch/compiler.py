@@ -216,6 +216,7 @@ def _lines(graph: Graph) -> list[_Line]:
 
 
 def _graph(lines: Sequence[_Line]) -> Graph:
+    """Build a graph of the lines that a worker gets, since a graph itself cannot be pickled."""
     graph = Graph()
     nodes = list[Node]()
 

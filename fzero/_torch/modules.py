@@ -96,6 +96,7 @@ def buffers_of(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
 
 
 def _buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
+    """Return the order of the members if they fill one memory without gaps, so that one tensor can stand for all."""
     first = tensors[members[0]]
     is_plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first.dtype for i in members)
     if not is_plain or any(tensors[i].is_conj() or tensors[i].is_neg() for i in members):

@@ -153,6 +153,7 @@ class Recorder(TorchDispatchMode):
         self.stand_ins = StandInCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an operation: a plain one directly, and any other by torch's own tracer, which takes longer."""
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
         func = REPLACEMENTS.get(func, func)

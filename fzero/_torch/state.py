@@ -65,6 +65,7 @@ def thread_state() -> Callable[[], Any]:
 
     @contextmanager
     def inherit() -> Iterator[None]:
+        """Enter torch's modes and settings of the thread that made this context."""
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         with ExitStack() as stack:

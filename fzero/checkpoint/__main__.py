@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments, with a subparser for each of its four commands."""
     parser = argparse.ArgumentParser(prog="python -m fzero.checkpoint", description="List, verify, compare and export.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -133,6 +134,7 @@ def _one(path: str) -> str:
 
 
 def _ls(args: Any) -> int:
+    """Print the checkpoints of a folder, one a row, or the leaves of one checkpoint."""
     files, steps = files_at(args.path), _steps(args.path)
     if not steps:
         _ls_one(files, args.limit)
@@ -152,6 +154,7 @@ def _ls(args: Any) -> int:
 
 
 def _ls_one(files: Files, limit: int | None) -> None:
+    """Print the leaves and values of a checkpoint, at most `limit` of them, and its size, date and mesh."""
     manifest = read_complete(files)
     layout = manifest.layout
     table = _table("path", "dtype", "shape", "bytes", "")
@@ -173,6 +176,7 @@ def _ls_one(files: Files, limit: int | None) -> None:
 
 
 def _verify(args: Any) -> int:
+    """Read each checkpoint at a path, print whether it is whole, and return 1 if one is not."""
     files, steps = files_at(args.path), _steps(args.path)
     failures = 0
     for step in steps or [None]:
@@ -191,6 +195,7 @@ def _verify(args: Any) -> int:
 
 
 def _diff(args: Any) -> int:
+    """Print the leaves that differ between two checkpoints, and return 1 if there are any."""
     one, other = _one(args.a), _one(args.b)
     table = _table("path", "a", "b", "elements that differ", "largest difference")
     with _bar("diff") as progress:

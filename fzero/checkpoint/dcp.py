@@ -192,6 +192,7 @@ class _SavePlanner(DefaultSavePlanner):
     """Plans the chunks that this process writes."""
 
     def __init__(self, local: LocalTree, names: dict[str, str], keys: dict[str, _Keys]) -> None:
+        """List what this process writes: its chunks of leaves, and on rank 0 the values and empty leaves."""
         super().__init__()
         layout = local.layout
         self._items: list[WriteItem] = []
@@ -273,6 +274,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         """Do nothing: the constructor has set the planner up."""
 
     def create_local_plan(self) -> LoadPlan:
+        """Return what this process reads: for each of its chunks the parts in the files, which must cover it once."""
         items: list[ReadItem] = []
         self._chunks: dict[str, list[_Chunk]] = {}
         for i, chunks in _chunks(self._local, self._local.local_pieces).items():
@@ -314,6 +316,7 @@ def _describe(name: str, x: Any) -> str:
 
 
 def _check_leaves(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
+    """Raise an error that names the first leaves that only one of two trees has, or whose shapes differ."""
     problems = []
     for name, text in ours.items():
         if name not in theirs:

@@ -216,6 +216,7 @@ class _ApplyLinearMap(torch.autograd.Function):
 
     @staticmethod
     def forward(token: torch.Tensor, name: str, binding: Binding, options: _Options, *xs: torch.Tensor) -> Any:
+        """Run a collective for one rank: alone, in lockstep with the others, or over a process group."""
         row, group = _ROWS[name], binding.group
         if not group:
             raise RuntimeError(
@@ -254,6 +255,7 @@ class _ApplyLinearMap(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, token: Any, name: str, binding: Binding, options: _Options, *xs: Any) -> Any:
+        """Run a collective under a vmap: over the axis's own vmap for all ranks at once, else for each sample."""
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
             ys = _ApplyLinearMap.apply(token, name, mapped_binding(binding, n), options, *_all_in_front(xs, dims, n))

@@ -99,6 +99,7 @@ def _data_axes(mesh: Mesh, axis: AxisName, model_axes: AxisName) -> list[str]:
 
 
 def _solve(settings: dict[str, Any], ranks: int) -> BatchPlan:
+    """Derive the size that is not given from the others, or raise an error that says which sizes fit."""
     text = ", ".join([f"{name}={value}" for name, value in settings.items()])
     if "global_batch" not in settings:
         m, k = settings["micro_batch"], settings["accumulation"]

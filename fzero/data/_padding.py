@@ -153,6 +153,7 @@ class Padding:
         return 1 - sum(self.lengths) / len(self.lengths) / _mean_length(self.lengths, self.buckets, self.global_batch)
 
     def __str__(self) -> str:
+        """Return a table of the lengths, with the share of the batches that each is expected to have."""
         chances = _chances(self.lengths, self.buckets, self.global_batch)
         count = f"{len(self.buckets)} length{'s' * (len(self.buckets) > 1)}"
         examples = f"{len(self.lengths):,} examples of {min(self.lengths)} to {max(self.lengths)} tokens"

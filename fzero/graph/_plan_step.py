@@ -136,6 +136,7 @@ def _hardware_of(hardware: str | Hardware) -> Hardware:
 
 
 def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
+    """Return the name and the size of each axis in the planned world."""
     if isinstance(world_size, int) and len(mesh.shape) > 1:
         raise ValueError(
             f'world_size={world_size}: {mesh!r} has several axes; say world_size={{"{mesh.axis_names[0]}": 512}}'

@@ -96,6 +96,7 @@ def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
 
 
 def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
+    """Return the space in which a node's result lies, that of its operands; an error if they lie in both."""
     operands = node.all_input_nodes
     if reads_sizes_on_host(node):
         operands = [a for a in operands if stand_ins_of(a)[0].dtype != torch.int64]

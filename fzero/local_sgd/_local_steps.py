@@ -357,6 +357,7 @@ def _sharded_step(step: Any) -> ShardedStep:
 
 
 def _replica_groups(sharded: ShardedStep, over: Any) -> ReplicaGroups:
+    """Return the groups of replicas along an axis; an error if the step needs this axis for its own batch."""
     mesh = sharded.mesh
     if not isinstance(over, str) or over not in mesh.axis_names:
         raise ValueError(f"over={over!r}: expected an axis of {mesh!r}")

@@ -62,6 +62,7 @@ def _follow(x: Any, memo: dict[int, Any]) -> Any:
 
 
 def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """Return a function whose closure and defaults refer to the copies, or the function if they refer to none."""
     memo[id(f)] = f  # a function may refer to itself
     cells = [_contents(cell) for cell in f.__closure__ or ()]
     parts = [cells, f.__defaults__, f.__kwdefaults__]
@@ -123,6 +124,7 @@ def _references(f: FunctionType) -> list[Any]:
 
 
 def _check_function(f: FunctionType, holder: str, tensors: dict[int, str], part_ids: set[int]) -> None:
+    """Raise an error if a function refers to a tensor or a part of the module itself, which a copy cannot replace."""
     label = f"{holder} holds the function {f.__qualname__} ({f.__code__.co_filename}:{f.__code__.co_firstlineno})"
     for x in _flat(_references(f)):
         if id(x) in tensors:

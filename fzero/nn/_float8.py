@@ -73,6 +73,7 @@ def float8_linear(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
+    """Raise an error for shapes, dtypes or a scaling that float8 products do not have."""
     if scaling not in SCALINGS:
         raise ValueError(
             f"scaling={scaling!r}: expected {' or '.join(map(repr, SCALINGS))}{did_you_mean(scaling, SCALINGS)}"
@@ -174,6 +175,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(recipe: _Recipe, a: torch.Tensor, b: torch.Tensor, *codes: torch.Tensor) -> torch.Tensor:
+        """Return the product `[m, n]` of codes; the columns are padded to the multiple that the kernel needs."""
         a_codes, a_scale, b_codes, b_scale = codes
         # the columns of the product: only derivatives of gradients have a rest
         n, rest = len(b), -len(b) % SIZE_MULTIPLE
@@ -197,6 +199,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the gradients of the operands, which are float8 products of the rounded gradient."""
         a, b, *saved = ctx.saved_tensors
         (g,), recipe, (_, needs_a, needs_b, *_) = grads, ctx.recipe.of_gradient(), ctx.needs_input_grad
         of_a = of_b = None

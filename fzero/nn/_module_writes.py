@@ -230,6 +230,7 @@ def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: Lef
 
 
 def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck) -> None:
+    """Raise an error if tensors that a forward pass left in an attribute depend on parameters; else warn once."""
     if check.has_program:
         return  # the program may read the attribute itself
     holder, _, attribute = name.rpartition(".")
@@ -248,6 +249,7 @@ def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck
 
 
 def _report_value(name: str, old: Any, new: Any, check: LeftoverCheck) -> None:
+    """Warn once of an attribute that a forward pass changed; raise an error if a trace would keep its value."""
     label = (
         f"fzero.nn: {check.kind}'s forward pass changed its attribute {check.prefix + name!r} from "
         f"{reprlib.repr(old)} to {reprlib.repr(new)}"

@@ -230,6 +230,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
     inner = as_step(step.step if isinstance(step, Jitted) else step)
 
     def find(*args: Any, **kwargs: Any) -> Nonfinite:
+        """Run the step on the arguments, and return where its first non-finite values came from."""
         mesh = inner.mesh
         if is_tracing() or (mesh is not None and not (mesh.simulated or mesh.distributed)):
             raise RuntimeError("fzero.observe.nonfinite runs a step with real values: call it outside of jit and plan")

@@ -120,6 +120,7 @@ class NonFiniteTracker:
     def _record_results(
         self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
     ) -> None:
+        """Record whether an operation's results are non-finite, and from which operands they have it."""
         kinds = [(x, nonfinite_kind(x)) for x in (*new, *operation.mutated_arguments)]
         kind = _Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
         written = {id(x) for x in operation.mutated_arguments}
@@ -225,6 +226,7 @@ class NonFiniteTracker:
         return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.graph.values)
 
     def _origin(self, operation: WatchedOperation, kind: _Kind, with_inputs: bool = True) -> ValueOrigin:
+        """Return what is known of the operation that made a value non-finite: its line, code and inputs."""
         site = current_call_site()
         file, _, number = site.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")

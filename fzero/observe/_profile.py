@@ -217,6 +217,7 @@ def profile(
 
 
 def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
+    """Raise an error for numbers, a path or a step that cannot be profiled."""
     check_int("steps", steps)
     check_int("warmup", warmup, 0)
     if trace is not None and not Path(trace).absolute().parent.is_dir():

@@ -282,6 +282,7 @@ def adafactor(
         return AdafactorState(torch.zeros((), dtype=torch.int64, device="cpu"), rows, columns)
 
     def update(grads: Updates, state: AdafactorState, params: Params | None = None) -> tuple[Updates, AdafactorState]:
+        """Return the updates and the state after one step of Adafactor."""
         if params is None:
             raise ValueError("adafactor needs the parameters: opt.update(grads, state, params)")
         count = state.count + 1

@@ -91,6 +91,7 @@ def adamw(
     init = partial(_init, policy=policy)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
+        """Return the updates and the state after one step of AdamW, by units if its moments have fewer bits."""
         rate = rate_at(learning_rate, state.count)  # before the parameters: it finds the state of another optimizer
         if not is_zero(weight_decay) and params is None:
             raise ValueError("adamw with weight_decay needs the parameters: opt.update(grads, state, params)")
@@ -151,6 +152,7 @@ def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, mome
     policy = moments_of(moments)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
+        """Return Adam's directions, without a learning rate, and the state after one step."""
         if policy is not None:
             return _update_by_unit(
                 grads,

@@ -69,6 +69,7 @@ def _convert(state: Any, like: Any) -> Any:
 
 
 def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
+    """Return a moment in the kind of `like`: widened, rounded or both."""
     actual, expected = kind_of(moment), kind_of(like)
     if actual is not None:
         if actual == expected and _shapes(moment[1]) == _shapes(like[1]):

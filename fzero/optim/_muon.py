@@ -256,6 +256,7 @@ def muon(
         return (lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
 
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
+        """Return the updates and the state after one step of Muon."""
         check_moment(state.momentum, grads, policy)
         is_matrix = _check_mask(grads, mask, fallback is not None)
         rate = rate_at(learning_rate, state.count)

@@ -64,6 +64,7 @@ def leaf_rms(values: Tree) -> Tree:
 
 
 def _leaf_norms(values: Tree, mean: bool) -> Tree:
+    """Return for each leaf its norm, or its root mean square; of a shard, for each element its leaf's norm."""
     entries, structure = tree.flatten(values, is_box)
     sums: dict[tuple[str, ...], dict[int, torch.Tensor]] = {}  # axes -> position of a box -> [leaves of its unit]
     for position, x in enumerate(entries):
@@ -267,6 +268,7 @@ def _layer(path: str, names: tuple[str, ...]) -> str | None:
 
 
 def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> Updates:
+    """Scale the rows of each expert so that the norm of an expert's gradients is at most `max_norm`."""
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
     layers = [_layer(path, names) for path in paths]
     if paths and not any(layers):

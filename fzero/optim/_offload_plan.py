@@ -290,6 +290,7 @@ def _device_of(entries: Sequence[Any]) -> torch.device:
 
 
 def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[_UnitLeaf | None]:
+    """Return for each entry its unit's spec and its place there; None for one that stays on the device."""
     unit_leaves: list[_UnitLeaf | None] = []
     visited: dict[Any, _UnitLeaf] = {}
     for path, x in zip(paths, entries, strict=True):

@@ -47,6 +47,7 @@ class Engine:
         state: Any,
         keeps_masters: bool,
     ) -> None:
+        """Keep the state of a sharded loop, and compile the step and its update."""
         self.step = step
         self.models = models
         self.params = params

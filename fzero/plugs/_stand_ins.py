@@ -23,6 +23,7 @@ class _StandIn(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation that reads metadata alone, and refuse any other, since a stand-in has no values."""
         owner: Any = getattr(func, "__self__", None)  # of a property, its descriptor
         name = f"{owner.__name__}.{func.__name__}" if func.__name__ in ("__get__", "__set__") else func.__name__
         stand_in = next((x for x in args if isinstance(x, _StandIn)), None)

@@ -175,6 +175,7 @@ def full_model(step: Step) -> torch.nn.Module:
 
 
 def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    """Raise an error for a setting of the accelerator that a sharded step cannot follow."""
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator is a {type(accelerator).__name__}: expected an accelerate.Accelerator")
     for name, x in {"model": model, "optimizer": optimizer}.items():

@@ -66,6 +66,7 @@ class Strategy(Processes):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
+        """Keep the settings; Lightning gives the model and the trainer later."""
         super().__init__(process_group_backend, timeout)
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage={stage!r}: expected 0 to 3")

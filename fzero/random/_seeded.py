@@ -176,6 +176,7 @@ class _DrawsByKey(TorchFunctionMode):
         self.axes, self.maps = axis_names(), _vmaps()
 
     def next_key(self) -> torch.Tensor:
+        """Return the key of the next draw; an error where ranks or samples would all get the same numbers."""
         if axis_names() != self.axes:
             raise RuntimeError(
                 f"fzero.random.seeded: the function runs a rank program over {list(axis_names())}, whose ranks would "
@@ -190,6 +191,7 @@ class _DrawsByKey(TorchFunctionMode):
         return fold_in(self.key, self.count)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make a draw of torch by the next key in place of a generator, and run any other function as it is."""
         kwargs = kwargs or {}
         if func in _BODIES:  # torch has switched this mode off, and the function's body makes the draws
             with self:

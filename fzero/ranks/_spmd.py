@@ -81,6 +81,7 @@ class Spmd:
             raise
 
     def _call(self, axes: tuple[Axis, ...], joint: tuple[Axis, ...], call: Any) -> Any:
+        """Run the program for one rank in a scope of its axes."""
         args, kwargs = unwrap_per_rank(call)
         memory = (
             () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _per_rank_memory(call, self.mesh)
@@ -115,6 +116,7 @@ class Spmd:
         result: list[Any] = []  # a vmap returns tensors only
 
         def rank(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> tuple[list[Any], ...]:
+            """Run the program for one rank of the vmaps, and return its tensors by the axes along which they differ."""
             bound = tuple(
                 [Axis(name, size=n, group="", rank=0, token=t) for (name, n), t in zip(shape, tokens, strict=True)]
             )
@@ -148,6 +150,7 @@ class Spmd:
     # Threads.
 
     def _in_lockstep(self, call: Any) -> Any:
+        """Run the program for each rank as a thread, and stack the ranks' results."""
         if in_transform():
             raise RuntimeError(
                 "ranks in lockstep are threads, and a torch.func transform around mesh.spmd does not reach into them: "
@@ -191,6 +194,7 @@ def _vmapped(
     """
 
     def over_axis(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> Any:
+        """Run the program for all ranks along one more axis, as a vmap over their tokens."""
         groups = torch.vmap(
             lambda token, *xs: run((*tokens, token), *xs),
             in_dims=(0, *[0 if name in a else None for a in axes]),

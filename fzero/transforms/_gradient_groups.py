@@ -279,6 +279,7 @@ def _of_tensors(members: _Members, variables: list[torch.Tensor], precision: Pre
 def _of_shard(
     unit: ShardedUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
 ) -> _GradientGroup:
+    """Return the group of a unit that is sharded: its variables are the shard, or the leaves if it is reduced once."""
     spec_id, box, members = unit
     shard_axes, mean_axes = [a.name for a in unit_axes(spec_id)], [a.name for a in axes]
     if any(name not in mean_axes for name in shard_axes):
@@ -318,6 +319,7 @@ def _of_shard(
 
 
 def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
+    """Return the group of a `PerRank` box: its distinct tensors, whose gradients differ by rank as they do."""
     entries, structure = tree.flatten(box.value)
     positions, indices = tree.index_tensors(entries)
     variables: list[torch.Tensor] = [entries[i] for i in positions]
@@ -338,6 +340,7 @@ def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGro
 def _of_replicated(
     arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None
 ) -> list[_GradientGroup]:
+    """Return the groups of replicated leaves, one for each unit, since a unit's gradients are reduced together."""
     assignment = assign_units(arg, axes, LayoutRules(current_rules().units), rest="replicated")
     groups: list[_GradientGroup] = []
     for unit in assignment.units:
@@ -362,6 +365,7 @@ def _of_replicated(
 
 
 def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
+    """Raise an error for a leaf that cannot be differentiated."""
     for path, x in zip(paths, entries, strict=True):
         if isinstance(x, PerRank):
             inner, leaves, _ = tree.flatten_with_paths(x.value)

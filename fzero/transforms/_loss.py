@@ -56,6 +56,7 @@ class LossOfGroups:
         return functools.partial(self._of, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
 
     def _of(self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """Return the loss and the aux of one micro-batch, as a function of the variables of all groups."""
         args, rest, anchor = list(parts), iter(variables), torch.zeros(0, device="cpu")
         inputs: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.arguments.items():

@@ -150,6 +150,7 @@ class _Computation:
         return self._record(tensors) if self.recording is None else self._run_again(tensors, self.recording)
 
     def _record(self, tensors: Tensors) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
+        """Run the block once, and return its results, the tape, and all that the backward pass must know of the run."""
         call, tape = self.call, RandomTape(self.call.save)
         runs: list[tuple[Guard, StandIns]] = []
 
@@ -207,6 +208,7 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the inputs and the tape for the derivatives, some of them in host memory."""
         computation, *tensors = inputs
         info, *outputs = output
         ctx.computation = replace(computation, recording=info.recording)

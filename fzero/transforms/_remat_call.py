@@ -147,6 +147,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _stand_in(x: Any, distinct: _DistinctTensors, label: str) -> Any:
+    """Return what stands for an argument in the saved call; an error for an object that the block could change."""
     if isinstance(x, torch.Tensor):
         return _TensorStandIn(distinct.index_of(x))
     if isinstance(x, Shard):

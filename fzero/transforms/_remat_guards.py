@@ -43,6 +43,7 @@ class Guard(TorchFunctionMode):
         return id(x) in self.input_ids or (ref is not None and ref() is x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse a tensor that the block captures and that needs a gradient; note the results of all others."""
         kwargs = kwargs or {}
         for x in (*args, *kwargs.values()):
             for y in x if isinstance(x, list | tuple) else (x,):

@@ -113,6 +113,7 @@ class RandomTape(TorchDispatchMode):
         return OperationLog(tuple(self._entries), len(self.tape), frozenset(self._overwritten))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and keep its results if it draws random numbers or the filter says so."""
         kwargs = kwargs or {}
         drawn = _draws(func, args, kwargs)
         if self._storages and func._schema.is_mutable:
@@ -162,6 +163,7 @@ class TapeReplayer(TorchDispatchMode):
         self.position = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the results that the tape has of an operation, or run one that was not kept."""
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs) and not (
             self.save_filter is not None and not func._schema.is_mutable and self.save_filter(func)

@@ -46,6 +46,7 @@ def page(cases: Sequence[Case]) -> str:
 
 
 def _fields(case: Case) -> dict[str, Any]:
+    """Return what the page shows of a case, as JSON."""
     table = case.table
     best = table.best() if table.fitting else None
     over_time = _over_time(table, case.make_step) if best and case.make_step else (None, None)
@@ -64,6 +65,7 @@ def _fields(case: Case) -> dict[str, Any]:
 
 
 def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
+    """Return what the page shows of a row, as JSON."""
     c = row.config
     return {
         "stage": c.stage,

@@ -114,6 +114,7 @@ def _notes_on_unplanned(table: "ConfigurationTable") -> list[str]:
 
 
 def _rows(table: "ConfigurationTable") -> Any:
+    """Return the rows as a table of rich: those that fit, the fastest first, then those that are too large."""
     from rich.table import Table as RichTable
 
     grid = RichTable(box=None, pad_edge=False, header_style="bold")

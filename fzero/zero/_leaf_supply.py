@@ -91,6 +91,7 @@ def make_supply(label: str, values: Any, donated_to: str | None = None) -> _Leaf
 
 
 def _check_leaf(label: str, path: str, x: Any) -> None:
+    """Raise an error for a leaf that cannot be sharded: a box, a module, a sparse or a wrapping tensor."""
     if is_box(x):
         raise ValueError(f"{label} is sharded already: leaf {path!r} is {x!r}; gather it with the step that sharded it")
     if isinstance(x, torch.nn.Module):

@@ -80,6 +80,7 @@ def initializer(
     """
 
     def make() -> NamedTensors:
+        """Return the module's parameters, initialised one submodule after the other, so that few exist at a time."""
         params: dict[int, torch.nn.Parameter] = {}  # id of a meta parameter -> its replacement
         clone = _copy_to_meta(module)
         for name, m in clone.named_modules():

@@ -319,6 +319,7 @@ class _LocalTreeBuilder:
         self.values[path] = copy.deepcopy(value)  # the user may change it while a save is under way
 
     def add_unit(self, members: Sequence[tuple[str, int]], shard: Shard) -> None:
+        """Add a unit's groups to the layout, one for all its leaves that are split alike, with the shard's memory."""
         spec: Spec = shard.spec
         indices = {index for _, index in members}
         missing = [path for index, path in enumerate(spec.paths) if index not in indices]
@@ -360,6 +361,7 @@ class _LocalTreeBuilder:
         return indices
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
+        """Add each tensor of a `PerRank` box as a leaf that has one row for each rank."""
         names = [name for name, _ in self.mesh]
         axes = tuple(names) if box.axes is None else tuple([name for name in names if name in box.axes])
         n = TreeLayout(mesh=self.mesh, leaves=(), groups=(), ties={}, values={}).size(axes)

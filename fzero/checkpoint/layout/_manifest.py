@@ -287,6 +287,7 @@ def _text(x: Any) -> str:
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
+    """Build a manifest of JSON, and check all that a load relies on: anybody may have written the file."""
     nonce = _text(body["nonce"])
     _check(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is not a nonce")
     mesh = tuple([(_text(name), _int(size)) for name, size in body["mesh"]])
@@ -327,6 +328,7 @@ def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
 
 
 def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any) -> LeafGroup:
+    """Build a group of its JSON entry, and check that it fits the mesh and its leaves."""
     split, at, copies = (*more, *[()] * (3 - len(more)))
     group = LeafGroup(
         leaves=tuple(map(_int, members)),

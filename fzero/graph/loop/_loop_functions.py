@@ -35,6 +35,7 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     first = len(loop.slices)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Run the loop's iterations one after the other, and return the sums, the rows and the carried values."""
         sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
         rows = [torch.empty((loop.iterations, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
         carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
@@ -89,6 +90,7 @@ def pipeline_function(
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Run this rank's row of the pipeline schedule, and return the sums."""
         iterations = _Iterations(
             loop, inputs, dict(readers), StageMessages(rank_schedule.schedule, rank_schedule.binding, forms, device)
         )
@@ -156,6 +158,7 @@ class _Iterations:
         return next(iter(by_value), None)
 
     def _argument(self, source: int | Residual | StageLeaf, m: int, received: dict[Value, list[torch.Tensor]]) -> Any:
+        """Return an argument of a region: a residual, a leaf of a received value, or an input of the loop."""
         if isinstance(source, Residual):
             entry = self.residuals[m, source]
             entry[1] -= 1

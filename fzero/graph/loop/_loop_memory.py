@@ -83,6 +83,7 @@ def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Loop
 
 
 def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> _RegionMemory:
+    """Return the live bytes of a region's own values at each position, and how long it needs its inputs."""
     nodes = list(region_graph.graph.nodes)
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
     stops = last_uses(position, memory)

@@ -125,6 +125,7 @@ class _RegionSplitter:
     """Distributes the nodes of a loop's body among its regions."""
 
     def __init__(self, loop: Loop, region_of: dict[Node, LoopRegion]) -> None:
+        """Find the operations that each region computes again, because that is cheaper than to pass their results."""
         self.region_of = region_of
         self.inputs = {n: i for i, n in enumerate(n for n in loop.body.nodes if is_input(n))}
         sums = {n for n, i in self.inputs.items() if i in loop.sum_indices}

@@ -29,6 +29,7 @@ def find_phases(graph: Graph) -> dict[Node, str]:
 
 
 def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
+    """Return the phase of each node, found from gradients: what leads to them, what they are, what follows."""
     backward = {n for n in nodes if is_backward(n) or _has_gradients(n)}
     if not backward:
         return dict.fromkeys(nodes, "forward")

@@ -124,6 +124,7 @@ def details(plan: "Plan") -> str:
 
 
 def _peak_lines(plan: "Plan") -> list[str]:
+    """Return the lines of a plan's text that show what is live at the peak, by kind and label."""
     if not plan.operations:
         return []
     operation = plan.operations[plan.peak_at]

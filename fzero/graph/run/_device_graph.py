@@ -106,6 +106,7 @@ class RecordedStep:
         return {i: args[i].data_ptr() for i in self.fixed}
 
     def _record(self, args: Sequence[torch.Tensor]) -> _GraphMemory:
+        """Record the executable as a device graph, on memory of its own for the arguments that change."""
         inputs = [None if i in self.fixed else torch.empty_like(x) for i, x in enumerate(args)]
         arguments = [x.detach() if static is None else static for x, static in zip(args, inputs, strict=True)]
         positions = {id(x): i for i, x in enumerate(arguments)}

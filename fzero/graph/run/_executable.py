@@ -256,6 +256,7 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
             )
 
     def run(args: list[Any]) -> Sequence[Any]:
+        """Run the instructions on a call's arguments, and free each register after its last use."""
         call = _call_timed if current_recorder() else run_marked if profiling() else _call
         apply = _apply_timed if current_recorder() else _apply
         registers: list[Any] = [*args, *[None] * (program.register_count - len(args))]

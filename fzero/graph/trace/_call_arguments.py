@@ -323,6 +323,7 @@ class _LeafText(NamedTuple):
 
 
 def _leaves(key: Key) -> list[_LeafText]:
+    """Return the text of each leaf of a key, for the error that tells how two calls differ."""
     values = iter(key.values)
     texts: list[_LeafText] = []
     known_indices: set[int] = set()

@@ -219,6 +219,7 @@ def _name_collectives(graph: Graph, events: Sequence[Any]) -> None:
 
 
 def _check_constant_tensors(traced: TracedGraph) -> None:
+    """Raise an error for a captured tensor that would never train, and warn of large ones."""
     names = [n.meta["label"] for n in traced.graph.nodes if is_input(n)][-len(traced.constants) :]
     for name, x in zip(names, traced.constants, strict=False):
         if not isinstance(x, torch.Tensor):

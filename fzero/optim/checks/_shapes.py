@@ -32,6 +32,7 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update)
     def checked(grads: Tree, state: Tree, *args: Any, **kwargs: Any) -> Any:
+        """Call the update, with errors that say which argument stands in whose place."""
         params = args[0] if args else kwargs.get("params")
         if params is not None:
             _check_order(update, grads, params)

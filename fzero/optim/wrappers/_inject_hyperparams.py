@@ -63,6 +63,7 @@ def inject_hyperparams(
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Optimizer:
+        """Return the optimizer of the factory whose numbers and schedules lie in the state."""
         settings = signature.bind(*args, **kwargs)
         settings.apply_defaults()
         dynamic = {k: v for k, v in settings.arguments.items() if k not in static}

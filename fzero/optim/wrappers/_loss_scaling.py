@@ -90,6 +90,7 @@ def dynamic_loss_scale(
         )
 
     def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
+        """Return the updates, which are zero if a gradient overflowed, and the state with the next scale."""
         good = all_finite(grads)
         updates, inner = opt.update(grads, state.inner, params=params)
         # x + -0.0 is x for every x; 0.0 would change a parameter of -0.0 to 0.0

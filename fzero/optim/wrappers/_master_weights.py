@@ -88,6 +88,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         return MasterState(_distinct_masters(masters, precision.dtype_tree(params)), opt.init(masters))
 
     def update(grads: Updates, state: MasterState, params: Params | None = None) -> tuple[Updates, MasterState]:
+        """Update the masters, and return the updates that round the parameters to them."""
         if params is None:
             raise ValueError("master_weights needs the parameters: opt.update(grads, state, params)")
         like = precision.dtype_tree(params)
@@ -199,6 +200,7 @@ def _is_master_state(x: object) -> bool:
 
 
 def _check_params(params: Params, precision: Precision) -> None:
+    """Raise an error for a leaf without a gradient, and warn if parameters are in half precision already."""
     narrow = []
     for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True):
         if not isinstance(x, torch.Tensor):

@@ -154,6 +154,7 @@ def _update_delayed(
 
 
 def _check_previous_grads(new: Updates, previous_grads: Updates) -> None:
+    """Raise an error if the gradients that the state holds are of another ratio or precision than the new ones."""
     paths, leaves, _ = tree.flatten_with_paths(new, is_box)
     for path, x, before in zip(paths, leaves, tree.flatten(previous_grads, is_box)[0], strict=True):
         if (x is None) != (before is None):

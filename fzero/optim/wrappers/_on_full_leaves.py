@@ -81,6 +81,7 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
         return tree.unflatten(structure, states)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
+        """Update plain leaves, and the leaves of each unit in full; return shards of the results."""
         paths, entries, structure = tree.flatten_with_paths(grads, is_box)
         states = tree.leaves_up_to(grads, state, is_box) if entries else []
         params = params if reads_params else None

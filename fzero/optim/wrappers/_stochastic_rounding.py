@@ -86,6 +86,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
     def update(
         grads: Updates, state: StochasticRoundingState, params: Params | None = None
     ) -> tuple[Updates, StochasticRoundingState]:
+        """Update in float32, and return the updates after which each parameter is rounded at random."""
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters: opt.update(grads, state, params)")
         check_dtypes(params, grads, precision.dtype_tree(params), precision, "stochastic_rounding")

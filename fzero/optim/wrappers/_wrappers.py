@@ -117,6 +117,7 @@ def leafwise(opt: OptimizerLike) -> Optimizer:
         return tree.map(lambda p: opt.init([p]), params)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
+        """Update leaf by leaf, each tied leaf once, and return trees of the updates and of the states."""
         options = {"inplace": False} if takes_inplace else {}
         leaves, structure = tree.flatten(grads)
         states = tree.leaves_up_to(grads, state)

@@ -146,6 +146,7 @@ def _whole(qkv: Qkv, options: AttentionOptions) -> torch.Tensor:
 
 
 def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, n: int) -> None:
+    """Raise an error for queries, keys, values or documents whose shapes do not belong together."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if min(q.ndim, k.ndim, v.ndim) < 3 or q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{shapes}: expected [.., heads, tokens, width], with as many heads and tokens of k as of v")

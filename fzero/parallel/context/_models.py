@@ -149,6 +149,7 @@ def _with_positions(run: Callable[..., Any], context: ContextAxis) -> Callable[.
 
     @wraps(run)
     def forward(*args: Any, documents: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Run the model on a part of the tokens, with their positions in the full sequence."""
         arguments = signature.bind(*args, **kwargs).arguments
         extra_kwargs: dict[str, Any] = arguments.get("kwargs", {})
         tokens = _check_inputs(context, arguments, extra_kwargs)

@@ -135,6 +135,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
 
 
 def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
+    """Raise an error if a leaf of experts has not the rows of this rank's experts."""
     n = axis_size(axis_if_bound(axis))
     size = leaf.shape[0] if leaf.ndim else None
     if size == count // n:

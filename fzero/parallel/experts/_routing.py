@@ -128,6 +128,7 @@ def _in_best_groups(scores: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 
 def _check_scores(logits: Any, score: str, scale: Any, bias: Any) -> None:
+    """Raise an error for logits, a score, a scale or a bias that a routing cannot have."""
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or not logits.ndim:
         raise TypeError(
             f"logits is {describe(logits)}: expected a floating-point tensor [.., experts], the router's output"

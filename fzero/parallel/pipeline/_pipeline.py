@@ -145,6 +145,7 @@ class Pipeline:
         return placements[key]
 
     def _counts(self, stages: int, depth: int) -> tuple[int, ...]:
+        """Return the number of blocks of each stage; an error if it does not follow from `depth=`."""
         counts = even_counts(depth, stages) if self.depth is None or isinstance(self.depth, int) else self.depth
         if len(counts) != stages:
             raise ValueError(

@@ -109,6 +109,7 @@ def draw(schedules: "Sequence[PipelineSchedule]", timings: Sequence[Timing]) -> 
 
 
 def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, row: float) -> None:
+    """Draw one schedule into a panel: a bar for each action, in a row for each rank."""
     scale = (_WIDTH - 1.6) * 72 / span  # points per unit of time
     size = max(4.5, min(8.0, row * 72 * 0.42))
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
@@ -131,6 +132,7 @@ def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
 
 
 def _frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, size: float) -> None:
+    """Draw the labels around a panel: ranks, the most in flight on each, and the schedule's numbers."""
     peaks = _in_micro_batches(schedule)
     step = max(1, schedule.ranks // 16)
     ticks = range(0, schedule.ranks, step)

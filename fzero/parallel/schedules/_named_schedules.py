@@ -99,6 +99,7 @@ def _zb_v(ranks: int, micro_batches: int, stages_per_rank: int, name: str) -> Pi
 
 
 def _v_row(ranks: int, micro_batches: int, rank: int) -> list[Action]:
+    """Return a rank's actions in the order of ZB-V (arXiv:2401.10241), with a stage on the way down and one up."""
     count = max(2 * ranks - 1, micro_batches)  # the order needs at least this many; the extra ones are removed below
     down, up = rank, 2 * ranks - 1 - rank
     row: list[Action] = []

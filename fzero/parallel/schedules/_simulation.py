@@ -89,6 +89,7 @@ def _error(schedule: "PipelineSchedule", text: str) -> ValueError:
 
 
 def _check_ranks(schedule: "PipelineSchedule") -> None:
+    """Raise an error if a stage has no rank, or a rank no stage."""
     if not schedule.rank_of_stage or not schedule.rows:
         raise _error(schedule, f"it has {schedule.ranks} ranks and {schedule.stages} stages: expected one of each")
     for stage, rank in enumerate(schedule.rank_of_stage):
@@ -105,6 +106,7 @@ def _check_ranks(schedule: "PipelineSchedule") -> None:
 
 
 def _check_positions(schedule: "PipelineSchedule") -> None:
+    """Raise an error for an action that stands on a rank without its stage, or twice."""
     counts = Counter[Action]()
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
@@ -141,6 +143,7 @@ def _check_complete(schedule: "PipelineSchedule") -> None:
 
 
 def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage: int, m: int) -> None:
+    """Raise an error if a pass of a micro-batch is missing, or the full backward pass stands beside a half."""
     forward, backward, inputs, weights = [Action(kind, stage, m) for kind in KINDS]
     if forward not in actions:
         rank = schedule.rank_of_stage[stage]

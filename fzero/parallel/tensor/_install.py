@@ -86,6 +86,7 @@ def _install_layer(
     children: Mapping[str, str],
     linear: Callable[..., torch.Tensor],
 ) -> None:
+    """Replace the forward method of a layer by one that computes this rank's part of it."""
     layer, parent, style = modules[name], name.rpartition(".")[0], layers.styles[name]
     paths = {key: f"{name}.{key}".lstrip(".") for key, _ in layer.named_parameters(recurse=False)}
     param_splits = {key: layers.param_splits[path] for key, path in paths.items() if path in layers.param_splits}

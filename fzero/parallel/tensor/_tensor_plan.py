@@ -83,6 +83,7 @@ def _style(name: str, style: Any) -> Style | None:
 def list_param_splits(
     module: torch.nn.Module, styles: Mapping[str, Style], parameters: Mapping[str, str]
 ) -> dict[str, ParamSplit]:
+    """Return how each parameter of the split layers is split, by its name; an error for one that cannot be."""
     modules = dict(module.named_modules())
     splits = {}
     for name, style in styles.items():

@@ -172,6 +172,7 @@ def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, in
 def _key_of(
     path: str, leaf: torch.Tensor, split: dict[str, int], axes: Sequence[Axis], rules: LayoutRules, rest: str | None
 ) -> _UnitKey | None:
+    """Return what the leaves of one unit have in common, for one leaf; None if the leaf is in no unit."""
     name = (rules.units or default_units)(path, leaf)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"units: the rule gave {name!r} for leaf {path!r}, expected the name of a unit or None")
@@ -216,6 +217,7 @@ def _unit(
     stacks: Mapping[str, StackedList],
     reduce_grads: ReduceGrads,
 ) -> _FullUnit:
+    """Make the unit of the leaves at some positions, of which each split one is reduced to this rank's part."""
     parts = [leaves[i] for i in positions]
     for name in key.split:
         parts = [own_part(x, name, dim=split[i][name]) for x, i in zip(parts, positions, strict=True)]

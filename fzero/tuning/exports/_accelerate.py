@@ -71,6 +71,7 @@ def _yaml(fields: dict[str, Any], indent: str = "") -> str:
 
 
 def _differences(run: PlannedRun) -> tuple[str, ...]:
+    """List what accelerate does otherwise than the row says, or leaves to the program."""
     c, is_fsdp = run.config, _is_fsdp(run)
     differences = [
         f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program."

@@ -54,6 +54,7 @@ def _offload(run: PlannedRun) -> dict[str, Any]:
 
 
 def _differences(run: PlannedRun) -> tuple[str, ...]:
+    """List what DeepSpeed does otherwise than the row says, or leaves to the program."""
     c = run.config
     rules = {
         "remat": "the model recomputes, not DeepSpeed: model.gradient_checkpointing_enable() of transformers "

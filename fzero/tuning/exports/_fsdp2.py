@@ -37,6 +37,7 @@ def fsdp2(run: PlannedRun) -> Export:
 
 
 def _imports(run: PlannedRun) -> str:
+    """Return the import lines of the program."""
     c = run.config
     tensor = "ColwiseParallel, RowwiseParallel, parallelize_module"
     names = ["MixedPrecisionPolicy", "fully_shard"]
@@ -135,6 +136,7 @@ def _train_step(run: PlannedRun) -> str:
 
 
 def _differences(run: PlannedRun) -> tuple[str, ...]:
+    """List what FSDP2 does otherwise than the row says, or leaves to the program."""
     c = run.config
     rules = {
         "ep": "fully_shard splits no experts, so each rank holds its shard of all",

@@ -75,6 +75,7 @@ def _batch_flags(run: PlannedRun) -> list[str]:
 
 
 def _parallel_flags(run: PlannedRun) -> list[str]:
+    """Return the flags of the axes of the mesh."""
     c = run.config
     flags = [
         f"--tensor-model-parallel-size {c.tp}",
@@ -92,6 +93,7 @@ def _parallel_flags(run: PlannedRun) -> list[str]:
 
 
 def _memory_flags(run: PlannedRun) -> list[str]:
+    """Return the flags that save memory: the stage, offload and recomputation."""
     c = run.config
     flags = []
     if c.stage:
@@ -124,6 +126,7 @@ def _number_flags(run: PlannedRun) -> list[str]:
 
 
 def _differences(run: PlannedRun) -> tuple[str, ...]:
+    """List what Megatron-LM does otherwise than the row says, or leaves to the user."""
     c = run.config
     rules = {"chunked_loss": "Megatron-LM computes all logits at once, which take more memory than the row has"}
     if c.pp > 1 and c.schedule not in ("1f1b", "interleaved"):

@@ -144,6 +144,7 @@ def _precision(run: PlannedRun) -> str:
 
 
 def _differences(run: PlannedRun) -> tuple[str, ...]:
+    """List what torchtitan does otherwise than the row says, or leaves to the user."""
     c = run.config
     rules = {}
     if c.offload:

@@ -59,6 +59,7 @@ class Reliability:
     devices_lost: int = 8
 
     def __post_init__(self) -> None:
+        """Check that each field is a number of seconds that it can be."""
         least = {"mtbf": 0.0, "slow_mtbf": 0.0, "slow_factor": 1.0}
         for field_ in fields(self):
             if (name := field_.name) == "devices_lost":

@@ -69,6 +69,7 @@ class _DeviceMeter(Meter):
         self._last: Any = None  # the event of the last call's end
 
     def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Measurement]:
+        """Call a function between two events of the device, and return its result and a measurement to read later."""
         start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
         before = torch.accelerator.memory_allocated(self._device) if memory else None
         if memory:

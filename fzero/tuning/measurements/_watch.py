@@ -103,6 +103,7 @@ class WatchedStep:
         machine: Machine | None,
         print_fn: Callable[[str], Any] | None,
     ) -> None:
+        """Keep the step and where its measurements go; nothing is measured before the first call."""
         self.step, self.last, self.hints = step, None, []
         self._writers, self._every, self._print = writers, every, print_fn
         self._machine, self._first = machine, first

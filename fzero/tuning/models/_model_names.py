@@ -105,6 +105,7 @@ def _norm(shape: ModelShape, width: int) -> ModelParams:
 
 
 def _block(shape: ModelShape) -> ModelParams:
+    """Return the parameters of one block, by name: attention, and an MLP or experts."""
     d, h, all_ = shape.width, shape.head_width, shape.biases == "all"
     kv = (shape.kv_heads or shape.heads) * h
     qkv = all_ or shape.biases == "qkv"
@@ -191,6 +192,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def _read(path: pathlib.Path) -> ModelShape:
+    """Read a model's sizes from the configuration file of Hugging Face."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         model_type = config["model_type"]
@@ -211,6 +213,7 @@ def _read(path: pathlib.Path) -> ModelShape:
 
 
 def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
+    """Read the sizes of a model like Llama: Mistral, Qwen and Mixtral have the same words."""
     qwen3, mixtral = c["model_type"] == "qwen3", c["model_type"] == "mixtral"
     return ModelShape(
         name,
@@ -231,6 +234,7 @@ def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
 
 
 def _gpt2(name: str, c: Mapping[str, Any]) -> ModelShape:
+    """Read the sizes of a GPT-2, whose configuration has words of its own."""
     d = c["n_embd"]
     mlp = c.get("n_inner") or 4 * d
     return ModelShape(

@@ -211,6 +211,7 @@ def _expert_mlp(shape: ModelShape, p: ModelParams, rows: torch.Tensor, linear: m
 def _attention(
     shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
+    """Return the output of a block's attention, `[n, t, width]`, with this rank's heads."""
     x = tp.enter(x, sequence=options.sequence)
     n, t, _ = x.shape
     q, k, v = (_block_linear(options, p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
@@ -367,6 +368,7 @@ class ModelStep:
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
     def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
+        """Return the loss of the model as a pipeline."""
         options = self._options(config)
         return pipeline(
             first=partial(_embed, shape, options),
@@ -386,6 +388,7 @@ class ModelStep:
         return _ForwardOptions(self.explicit, config.chunked_loss, sequence, config.float8)
 
     def _check(self, config: Configuration, depth: int) -> None:
+        """Raise an error for sizes of axes that the model cannot be divided by."""
         shape = self.shape
         if config.cp > 1:
             self._check_tokens(config)

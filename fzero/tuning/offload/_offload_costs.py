@@ -188,6 +188,7 @@ class OffloadCosts(FigureReport):
     _caption = "seconds of a step by ratio"
 
     def _figure(self) -> Any:
+        """Draw the seconds of a step against the ratio, with the ratios that do not fit in grey."""
         figure = new_figure(9, 4.5)
         axes: Any = figure.subplots()
         ratios = [k / 200 for k in range(201)]

@@ -57,6 +57,7 @@ class OffloadRatio(Report):
         )
 
     def __str__(self) -> str:
+        """Return a table of the ratios that were tried, with their bytes, and which of them fit."""
         rows = [["ratio", "device", "host", "down", "up", ""]]
         for t in self.tried:
             over = t.device_bytes - self.memory_budget
