@@ -6,13 +6,11 @@ from fzero._arguments import missing_names
 from fzero.graph import loop
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import JitOptions
-from fzero.graph._ir import stand_ins_of
 from fzero.graph._jit import Jitted, jit
-from fzero.graph._ops import is_random, only_copies
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
-from fzero.graph._storages import SpaceError
+from fzero.graph.ir import SpaceError, is_random, only_copies, stand_ins_of
 from fzero.graph.planning._caching_allocator import AllocatorPeaks
 from fzero.graph.planning._clocks import LIMITS, Interval
 from fzero.graph.planning._collective_seconds import transfer_seconds

@@ -20,10 +20,10 @@ from fzero._torch import memory_like, stand_in_at, storage_id
 from fzero.graph._candidates import Candidate
 from fzero.graph._collector import paused_collector
 from fzero.graph._entry import Entry, JitOptions
-from fzero.graph._ir import COMPILED, FUSED, LATE, copy_graph, is_input, stand_ins_of
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
 from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, map_integers, shapes_of
 from fzero.graph._trace_agreement import gather_values
+from fzero.graph.ir import COMPILED, FUSED, LATE, copy_graph, is_input, stand_ins_of
 from fzero.graph.loop._scan import loop_of, record_loops, set_body
 from fzero.graph.planning._clocks import estimate_seconds
 from fzero.graph.planning._live_ranges import peak_bytes

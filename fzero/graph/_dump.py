@@ -10,9 +10,8 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.graph._ir import dtypes_and_shapes, is_collective
-from fzero.graph._ops import display_name
 from fzero.graph._pass_manager import PASSES, PassManager, PassResult, PassSettings
+from fzero.graph.ir import display_name, dtypes_and_shapes, is_collective
 from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges
 from fzero.ranks import Mesh

@@ -15,14 +15,12 @@ from fzero.axes import BatchSplit
 from fzero.graph import _dump
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import check_order, graph_results, is_input, stand_ins_of
-from fzero.graph._ops import name_of
 from fzero.graph._pass_manager import PassContext, PassManager
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep
-from fzero.graph._storages import check_spaces, has_moves
 from fzero.graph._trace_agreement import common_schedules
+from fzero.graph.ir import check_order, check_spaces, graph_results, has_moves, is_input, name_of, stand_ins_of
 from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
 from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, Rejected, make_plan

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import FUSED, copy_graph, is_input, nbytes, stand_ins_of
 from fzero.graph._schedule_options import FITTING
-from fzero.graph._storages import has_moves
+from fzero.graph.ir import FUSED, copy_graph, has_moves, is_input, nbytes, stand_ins_of
 from fzero.graph.loop._scan import loop_of, set_body
 from fzero.graph.passes import (
     bucket,

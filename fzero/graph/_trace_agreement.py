@@ -12,8 +12,7 @@ from torch.fx.node import map_arg
 from fzero._notice import trouble_link
 from fzero._torch import line_of
 from fzero.graph._candidates import Candidate
-from fzero.graph._ir import dtypes_and_shapes, is_collective, is_wait, stand_ins_of
-from fzero.graph._ops import differs_by_rank
+from fzero.graph.ir import differs_by_rank, dtypes_and_shapes, is_collective, is_wait, stand_ins_of
 from fzero.graph.loop._scan import loop_of, shared_graphs
 from fzero.ranks import Mesh, MissingRankError, gather_texts
 

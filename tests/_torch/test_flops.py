@@ -6,7 +6,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero._torch import with_query_heads
-from fzero.graph._ir import flops
+from fzero.graph.ir import flops
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero._torch import scaled_mm
-from fzero.graph._ir import flops
+from fzero.graph.ir import flops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

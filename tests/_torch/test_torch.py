@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fzero import _torch
 from fzero._torch import levels, modules
-from fzero.graph._ir import graph_results
+from fzero.graph.ir import graph_results
 
 
 def test_torch_is_a_supported_version():

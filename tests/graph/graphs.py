@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import c10d, fake_like, view_of
-from fzero.graph._ir import GATHER_INTO, graph_results, is_collective, is_input
+from fzero.graph.ir import GATHER_INTO, graph_results, is_collective, is_input
 from fzero.graph.run import _backends
 
 aten: Any = torch.ops.aten

@@ -8,8 +8,8 @@ import torch
 
 import fzero
 from fzero import _torch, optim, tree
-from fzero.graph._ir import graph_results, is_input
 from fzero.graph._schedule_options import ScheduleOptions
+from fzero.graph.ir import graph_results, is_input
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.helpers import LEAST

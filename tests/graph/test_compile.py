@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 import fzero
 import fzero._torch.compiler as compiler
 from fzero import _torch, optim
-from fzero.graph._ir import is_input
+from fzero.graph.ir import is_input
 from fzero.graph.run import _backends, _segment_compiler, _workers
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import flop_registry
 
 import fzero.parallel.experts  # noqa: F401  its operations have rows, too
 from fzero._torch import OneNode
-from fzero.graph._ir import is_cheap
-from fzero.graph._ops import _OPERATIONS, _OperationTraits, is_factory, is_known_cheap, is_view
 from fzero.graph._trace_agreement import _signatures
+from fzero.graph.ir import is_cheap
+from fzero.graph.ir._ops import _OPERATIONS, _OperationTraits, is_factory, is_known_cheap, is_view
 from fzero.graph.passes import recompute, schedule
 from fzero.sharding.maps import _coded_rows, _flat
 from tests.graph import graphs

@@ -18,9 +18,9 @@ import fzero
 from fzero import optim
 from fzero.graph import _entry, _pass_manager, passes
 from fzero.graph._candidates import ScheduleOptions, candidates
-from fzero.graph._ir import GATHER_INTO, check_order, copy_graph
 from fzero.graph._pass_manager import PASSES, PassContext, PassManager, PassSettings
 from fzero.graph._schedule_options import FITTING
+from fzero.graph.ir import GATHER_INTO, check_order, copy_graph
 from fzero.graph.passes import schedule
 from fzero.graph.passes._schedule import Orders
 from fzero.graph.planning._live_ranges import device_live_bytes, live_bytes, live_ranges, peak_bytes

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Node
 
-from fzero.graph._ir import is_input, stand_ins_of
+from fzero.graph.ir import is_input, stand_ins_of
 from fzero.graph.passes import donate, schedule
 from tests.graph import graphs
 from tests.graph.graphs import Sample, World, bits, lines, run, samples, snapshot, users_reversed

@@ -187,7 +187,7 @@ MUTANTS = [
     *File("graph/_schedule_options.py", JIT).faults(
         Fault("`jit` takes a schedule option that is not a number", "_Domain.validated", always("float(A) >= 0")),
     ),
-    *File("graph/_ir.py", BUCKETS).faults(
+    *File("graph/ir/_node_order.py", BUCKETS).faults(
         Fault(
             "a node whose operands come later is listed at the end",
             "sort_graph",
@@ -197,7 +197,7 @@ MUTANTS = [
             ),
         ),
     ),
-    *File("graph/_collective_sizes.py", BUCKETS).faults(
+    *File("graph/ir/_collective_sizes.py", BUCKETS).faults(
         Fault("a collective's bytes leave out the padding", "_full", never("A(B)"), OVERWRITE),
     ),
     *File("graph/_candidates.py", RECAST).faults(
@@ -326,14 +326,14 @@ MUTANTS = [
             SUBGRAPHS,
         ),
     ),
-    *File("graph/_storages.py", SLICE_OF_GATHER).faults(
+    *File("graph/ir/_storages.py", SLICE_OF_GATHER).faults(
         Fault(
             "arguments in one buffer count twice",
             "storages_in",
             becomes("A(B, C, D[C], input_storages)", "A(B, C, D[C], {})"),
         ),
     ),
-    *File("graph/_ops.py", OPS).faults(
+    *File("graph/ir/_ops.py", OPS).faults(
         Fault("a random draw may be repeated in the backward pass", "is_known_cheap", dropped("not A(B)")),
         Fault("an empty buffer is made twice", "_OPERATIONS", becomes("'empty_like': A | B", "'empty_like': A")),
         Fault("amax counts as a linear operation", "_OPERATIONS", becomes("'amax': A", "'amax': A | _LINEAR")),
@@ -423,7 +423,7 @@ MUTANTS = [
             skipped("A += B if C % D ** 2 == 0 else []"),
         ),
     ),
-    *File("graph/_ir.py", PASS_MANAGER).faults(
+    *File("graph/ir/_node_order.py", PASS_MANAGER).faults(
         Fault("an operation may come before its argument", "check_order", never("not A.issuperset(B)")),
     ),
     *File("graph/_jit.py", PASS_MANAGER).faults(

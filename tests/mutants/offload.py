@@ -200,7 +200,7 @@ MUTANTS = [
     *File("graph/passes/_recompute.py", SPACES).faults(
         Fault("recompute repeats a move", "_repeats", dropped("A(B)", at="4 of 5")),
     ),
-    *File("graph/_storages.py", SPACES).faults(
+    *File("graph/ir/_storages.py", SPACES).faults(
         Fault(
             "a captured tensor counts as lying on the device",
             "_spaces",

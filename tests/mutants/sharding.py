@@ -51,7 +51,7 @@ MUTANTS = [
     *File("graph/run/_executable.py", FLAT).faults(
         Fault("the executor flattens a unit as the trace recorded it", "_REPLACEMENTS", dropped("A: B")),
     ),
-    *File("graph/_storages.py", LIVE_RANGES).faults(
+    *File("graph/ir/_storages.py", LIVE_RANGES).faults(
         Fault(
             "every item of a tuple has the first item's storage",
             "_storages_of_item",

@@ -238,7 +238,7 @@ MUTANTS = [
         Fault("a plan for a GPU assumes gloo's buffers", "_trace_call", never("A.hardware is not None")),
         Fault("a plan for a GPU has the seconds of a CPU", "Entry.plan", becomes("self.options.hardware", "None")),
     ),
-    *File("graph/_ir.py", TUNE).faults(
+    *File("graph/ir/_node_work.py", TUNE).faults(
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
     ),
     *File("tuning/models/_steps.py", MODELS).faults(

@@ -66,9 +66,11 @@ MUTANTS = [
     *File("optim/_precision.py", CODED).faults(
         Fault("leaves in full precision are sent by a codec", "Precision.gradients", always("dtype == self.param")),
     ),
-    *File("graph/_ir.py", CODED).faults(
+    *File("graph/ir/_nodes.py", CODED).faults(
         Fault("a decoded unit is never freed", "views_and_users", dropped("(decoded and decodes(user))")),
-        Fault("codes are sent in the order of work", "_sends_codes", never("A and B")),
+    ),
+    *File("graph/ir/_collective_nodes.py", CODED).faults(
+        Fault("codes are sent in the order of work", "sends_codes", never("A and B")),
     ),
     *File("graph/passes/_collectives.py", CODED).faults(
         Fault("maxima of gradients wait for each other", "bucket", dropped("n in from_inputs")),

@@ -8,8 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import line_of
-from fzero.graph._ir import aten, copy_graph, describe, is_wait
-from fzero.graph._ops import is_random
+from fzero.graph.ir import aten, copy_graph, describe, is_random, is_wait
 from fzero.graph.loop import _scan
 from fzero.graph.loop._rank_schedule import (
     BEGIN_SHAPES_ONLY,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.collectives import PendingMessages, StageMessages
-from fzero.graph._ir import graph_results, stand_ins_of
+from fzero.graph.ir import graph_results, stand_ins_of
 from fzero.graph.loop._rank_schedule import regions_of
 from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf

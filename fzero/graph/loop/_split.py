@@ -13,8 +13,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import graph_of
-from fzero.graph._ir import graph_results, input_only_nodes, is_collective, is_input, is_wait, is_write
-from fzero.graph._ops import is_view
+from fzero.graph.ir import graph_results, input_only_nodes, is_collective, is_input, is_view, is_wait, is_write
 from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
 from fzero.graph.loop._scan import Loop
 

@@ -4,19 +4,21 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import (
+from fzero.graph.ir import (
+    Storages,
     aten,
     copy_graph,
     is_cheap,
     is_collective,
     is_input,
+    is_view,
     is_wait,
+    name_of,
     nbytes,
     stand_ins_of,
+    storages,
     write_part,
 )
-from fzero.graph._ops import is_view, name_of
-from fzero.graph._storages import Storages, storages
 from fzero.graph.loop._scan import loop_of
 from fzero.graph.planning._live_ranges import device_live_bytes
 

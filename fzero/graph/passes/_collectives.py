@@ -8,9 +8,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._torch import c10d
-from fzero.graph._collective_sizes import full_bytes
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     copy_graph,
+    full_bytes,
     graph_results,
     input_only_nodes,
     is_collective,
@@ -24,9 +24,9 @@ from fzero.graph._ir import (
     sort_graph,
     source_of_wait,
     stand_ins_of,
+    storages,
     views_and_users,
 )
-from fzero.graph._storages import storages
 from fzero.graph.loop._rank_schedule import is_marker
 
 __all__ = ["bucket", "drop_lone_collectives"]

@@ -8,8 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d, storage_id
-from fzero.graph._ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, stand_ins_of, views_and_users
-from fzero.graph._ops import name_of
+from fzero.graph.ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, name_of, stand_ins_of, views_and_users
 
 __all__ = ["gather_into", "slice_of_gather"]
 

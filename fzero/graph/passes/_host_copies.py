@@ -6,19 +6,20 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     CASTS,
     SCALINGS,
+    TO_DEVICE,
+    TO_HOST,
     aten,
     copy_graph,
     is_gather,
     is_input,
+    is_view,
     is_wait,
     stand_ins_of,
     users_through_views,
 )
-from fzero.graph._ops import is_view
-from fzero.graph._storages import TO_DEVICE, TO_HOST
 
 __all__ = ["early_move", "keep_on_host"]
 

@@ -7,19 +7,25 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     COPY,
     LATE,
+    Storages,
     after_needs,
     collectives_before,
+    decodes,
+    encodes,
     feeding_work,
     input_only_nodes,
     is_cheap,
     is_collective,
+    is_factory,
     is_gather,
     is_input,
     is_maximum,
+    is_random,
     is_reduce_collective,
+    is_view,
     is_wait,
     is_write,
     nbytes,
@@ -27,8 +33,6 @@ from fzero.graph._ir import (
     start_of,
     users_through_views,
 )
-from fzero.graph._ops import decodes, encodes, is_factory, is_random, is_view
-from fzero.graph._storages import Storages
 from fzero.graph.loop._rank_schedule import is_marker
 
 __all__ = ["OrderRules", "list_nodes", "order_rules", "readers_of_overwritten"]

@@ -6,24 +6,27 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._collective_sizes import collective_kind
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     COPY,
     aten,
+    changes_layout,
     check_order,
+    collective_kind,
     copy_graph,
     describe,
+    encodes,
     graph_results,
     is_gather,
     is_input,
     is_maximum,
     is_reduce_collective,
+    is_view,
     is_wait,
+    name_of,
     nbytes,
     parameter_gathers,
     stand_ins_of,
 )
-from fzero.graph._ops import changes_layout, encodes, is_view, name_of
 from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
 
 __all__ = ["carry", "hoist"]

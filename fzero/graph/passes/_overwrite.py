@@ -6,9 +6,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._ir import COPY, aten, copy_graph, graph_results, is_input, stand_ins_of
-from fzero.graph._ops import is_view
-from fzero.graph._storages import storages
+from fzero.graph.ir import COPY, aten, copy_graph, graph_results, is_input, is_view, stand_ins_of, storages
 from fzero.graph.loop._scan import loop_of
 
 __all__ = ["donate", "in_place"]

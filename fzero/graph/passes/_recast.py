@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import CASTS, LATE, SCALINGS, collectives_before, copy_graph, nbytes, stand_ins_of, views_and_users
+from fzero.graph.ir import CASTS, LATE, SCALINGS, collectives_before, copy_graph, nbytes, stand_ins_of, views_and_users
 from fzero.graph.passes._duplicate import duplicate
 from fzero.graph.passes._recompute import MIN_BYTES
 

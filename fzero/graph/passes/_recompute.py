@@ -8,20 +8,21 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import OpOverload
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     COPY,
     copy_graph,
     feeding_work,
     is_cheap,
     is_collective,
     is_input,
+    is_move,
+    is_uninitialized,
+    is_view,
     is_wait,
     nbytes,
     stand_ins_of,
     views_and_users,
 )
-from fzero.graph._ops import is_uninitialized, is_view
-from fzero.graph._storages import is_move
 from fzero.graph.loop._rank_schedule import BEGIN_REGION
 from fzero.graph.passes._duplicate import clusters, duplicate
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import copy_graph, is_input, nbytes, parameter_gathers, stand_ins_of, views_and_users
-from fzero.graph._storages import TO_DEVICE
+from fzero.graph.ir import TO_DEVICE, copy_graph, is_input, nbytes, parameter_gathers, stand_ins_of, views_and_users
 from fzero.graph.loop._rank_schedule import BEGIN_REGION
 from fzero.graph.passes._duplicate import clusters, duplicate
 

@@ -24,18 +24,21 @@ from functools import cached_property
 from torch.fx import Graph, Node
 
 from fzero._torch import graph_of
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     COPY,
+    TO_HOST,
+    Storages,
     input_only_nodes,
     is_collective,
+    is_view,
     is_wait,
     nbytes,
+    on_host,
     parameter_gathers,
     stand_ins_of,
     stand_ins_of_args,
+    storages,
 )
-from fzero.graph._ops import is_view
-from fzero.graph._storages import TO_HOST, Storages, on_host, storages
 from fzero.graph.loop._rank_schedule import BEGIN_REGION
 from fzero.graph.passes._listing import OrderRules, list_nodes, order_rules, readers_of_overwritten
 from fzero.graph.planning._live_ranges import device_live_bytes, record_peak

@@ -7,20 +7,22 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero.graph._collective_sizes import collective_kind
-from fzero.graph._ir import (
+from fzero.graph.ir import (
+    collective_kind,
     collective_of,
     is_carried,
     is_collective,
     is_input,
+    is_move,
+    is_view,
     is_wait,
+    name_of,
     nbytes,
+    on_host,
     stand_ins_of,
     stand_ins_of_args,
     start_of,
 )
-from fzero.graph._ops import is_view, name_of
-from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning._collective_seconds import collective_seconds, message_seconds

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from fzero.graph._collective_sizes import collective_axes, collective_kind, full_bytes, group_size
+from fzero.graph.ir import collective_axes, collective_kind, full_bytes, group_size
 from fzero.graph.planning._hardware import Hardware
 
 __all__ = ["collective_seconds", "message_seconds", "transfer_seconds"]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from fzero.graph._ir import aten, flops, nbytes, stand_ins_of, stand_ins_of_args
+from fzero.graph.ir import aten, flops, nbytes, stand_ins_of, stand_ins_of_args
 from fzero.graph.planning._hardware import Hardware
 
 __all__ = ["Work", "product_seconds", "work_of"]

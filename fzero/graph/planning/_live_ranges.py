@@ -12,29 +12,36 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import line_of
-from fzero.graph._collective_sizes import collective_kind, full_bytes
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     CASTS,
     COMPILED,
     COPY,
     FUSED,
+    Storages,
     aten,
+    collective_kind,
     collective_of,
+    full_bytes,
     is_carried,
     is_cheap,
     is_collective,
+    is_factory,
     is_gather,
     is_input,
+    is_linear,
+    is_pointwise,
     is_reduce_collective,
+    is_view,
     is_wait,
+    name_of,
     nbytes,
     source_of_wait,
     stand_ins_of,
     stand_ins_of_args,
+    storages,
+    storages_in,
     users_through_views,
 )
-from fzero.graph._ops import is_factory, is_linear, is_pointwise, is_view, name_of
-from fzero.graph._storages import Storages, storages, storages_in
 from fzero.graph.loop._loop_memory import peak_by_region
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import region_positions

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Graph, Node
 
 from fzero._torch import is_backward
-from fzero.graph._ir import METRIC, flops, is_reduce_collective
+from fzero.graph.ir import METRIC, flops, is_reduce_collective
 from fzero.graph.loop._scan import loop_of
 
 __all__ = ["PHASES", "find_phases"]

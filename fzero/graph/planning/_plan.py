@@ -12,10 +12,20 @@ from torch.fx import Graph, Node
 from fzero._arguments import check_choice
 from fzero._report import FigureReport
 from fzero._torch import line_of, matrix_workspace_bytes
-from fzero.graph._collective_sizes import collective_axes, collective_kind, moved_numel
-from fzero.graph._ir import aten, flops, is_collective, is_input, nbytes, stand_ins_of
-from fzero.graph._ops import display_name, name_of
-from fzero.graph._storages import is_move
+from fzero.graph.ir import (
+    aten,
+    collective_axes,
+    collective_kind,
+    display_name,
+    flops,
+    is_collective,
+    is_input,
+    is_move,
+    moved_numel,
+    name_of,
+    nbytes,
+    stand_ins_of,
+)
 from fzero.graph.loop._loop_memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views

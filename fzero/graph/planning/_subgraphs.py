@@ -10,20 +10,24 @@ from torch.fx import Graph, Node
 
 from fzero._torch import chunk_of, storage_id
 from fzero.collectives import wait_to_host
-from fzero.graph._ir import (
+from fzero.graph.ir import (
     CASTS,
     COPY,
     is_collective,
     is_input,
+    is_move,
+    is_pointwise,
+    is_random,
     is_reduce_collective,
+    is_view,
     is_wait,
+    name_of,
     nbytes,
+    on_host,
     stand_ins_of,
     users_through_views,
     write_part,
 )
-from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
-from fzero.graph._storages import is_move, on_host
 from fzero.graph.loop._scan import loop_of
 
 __all__ = [

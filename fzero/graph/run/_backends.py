@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 
 from fzero._torch import profiling
 from fzero.graph._collector import paused_collector
-from fzero.graph._ir import graph_results, is_input
 from fzero.graph._polynomials import Shapes
+from fzero.graph.ir import graph_results, is_input
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_of_segment
 from fzero.graph.run._executable import Executable, distinct_segments, run_marked, run_operations, run_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize

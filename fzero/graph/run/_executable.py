@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero._torch import have_equal_strides, line_of, profiling
 from fzero.collectives import gloo
-from fzero.graph._ir import COPY, WAIT, aten, copy_graph, is_input
+from fzero.graph.ir import COPY, WAIT, aten, copy_graph, is_input
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import split

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero._torch import fork_random_state, have_equal_strides
-from fzero.graph._ir import FUSED, nbytes, stand_ins_of
+from fzero.graph.ir import FUSED, nbytes, stand_ins_of
 from fzero.graph.run._segment_compiler import Code, CompileError, Runs, compile_and_mark, describe_segment, first_line
 from fzero.ranks import Mesh, gather_texts
 

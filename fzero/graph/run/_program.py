@@ -8,8 +8,7 @@ from torch.fx.node import Argument, map_arg
 
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
-from fzero.graph._ir import copy_graph, graph_results, is_input, stand_ins_of, views_and_users
-from fzero.graph._storages import TO_HOST
+from fzero.graph.ir import TO_HOST, copy_graph, graph_results, is_input, stand_ins_of, views_and_users
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
 from fzero.graph.loop._scan import Loop, loop_of, set_body
 from fzero.graph.loop._split import RegionGraph, split

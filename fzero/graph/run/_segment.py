@@ -9,8 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph._ir import COPY, is_input, signature
-from fzero.graph._ops import name_of
+from fzero.graph.ir import COPY, is_input, name_of, signature
 from fzero.graph.planning._subgraphs import operands, read_by_kernels, sources
 
 __all__ = ["Segment", "segment"]

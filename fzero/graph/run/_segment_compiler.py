@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from torch.fx import Graph, GraphModule
 
 from fzero._torch import inductor, inductor_folder, line_of, start_cpu_probe, start_import
-from fzero.graph._ops import is_view, name_of
+from fzero.graph.ir import is_view, name_of
 
 __all__ = [
     "Code",

@@ -7,8 +7,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fzero._torch import Form, inductor_for_lengths
-from fzero.graph._ir import is_input
 from fzero.graph._polynomials import Polynomial, integers_in, map_integers
+from fzero.graph.ir import is_input
 from fzero.graph.run._segment_compiler import Code, Runs, compile_error, mark_compiled
 
 __all__ = ["Template", "compile_template", "segment_integers", "segment_structure"]

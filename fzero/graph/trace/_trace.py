@@ -13,8 +13,17 @@ from fzero import _torch
 from fzero._notice import trouble_link
 from fzero._torch import OpOverload, graph_of, is_accelerator
 from fzero.collectives import record
-from fzero.graph._collective_sizes import collective_kind
-from fzero.graph._ir import METRIC, aten, is_collective, is_input, nbytes, signature, stand_ins_of, views_and_users
+from fzero.graph.ir import (
+    METRIC,
+    aten,
+    collective_kind,
+    is_collective,
+    is_input,
+    nbytes,
+    signature,
+    stand_ins_of,
+    views_and_users,
+)
 from fzero.graph.loop._insert_loops import insert_loops
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, replace_writes, writes
 

@@ -9,8 +9,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._torch.levels import unwrap
-from fzero.graph._ir import aten, is_input, signature, stand_ins_of
-from fzero.graph._ops import is_pointwise, is_random, is_view, name_of
+from fzero.graph.ir import aten, is_input, is_pointwise, is_random, is_view, name_of, signature, stand_ins_of
 from fzero.graph.loop._scan import is_loop_slice
 
 __all__ = [

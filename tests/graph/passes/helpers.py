@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from fzero.graph._collective_sizes import collective_kind
-from fzero.graph._ir import is_collective, stand_ins_of
 from fzero.graph._pass_manager import PASSES
+from fzero.graph.ir import is_collective, stand_ins_of
+from fzero.graph.ir._collective_sizes import collective_kind
 from fzero.graph.passes import (
     bucket,
     carry,

@@ -11,7 +11,9 @@ import torch
 import fzero
 from fzero import optim
 from fzero.graph import _candidates
-from fzero.graph._ir import (
+from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
+from fzero.graph._schedule_options import ScheduleOptions
+from fzero.graph.ir import (
     copy_graph,
     graph_results,
     is_carried,
@@ -20,8 +22,6 @@ from fzero.graph._ir import (
     is_reduce_collective,
     is_wait,
 )
-from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
-from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.passes import _loops
 from fzero.graph.planning import _clocks, _hardware

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.fx import Graph
 
 import fzero
-from fzero.graph._ir import aten, write_part
-from fzero.graph._ops import name_of
+from fzero.graph.ir import aten, write_part
+from fzero.graph.ir._ops import name_of
 from fzero.graph.passes import cat_into, schedule
 from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.planning._subgraphs import split_into_subgraphs

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero._torch import c10d
-from fzero.graph._collective_sizes import full_bytes
-from fzero.graph._ir import is_collective, parameter_gathers, sort_graph, stand_ins_of
+from fzero.graph.ir import is_collective, parameter_gathers, sort_graph, stand_ins_of
+from fzero.graph.ir._collective_sizes import full_bytes
 from fzero.graph.passes import bucket, donate, regather, schedule
 from tests.graph import graphs
 from tests.graph.graphs import Chain, build_chain, lines, samples

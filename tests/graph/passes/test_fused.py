@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 import fzero
 from fzero import optim
-from fzero.graph._ir import FUSED, aten
+from fzero.graph.ir import FUSED, aten
 from fzero.graph.passes import mark_fused
 from fzero.graph.planning._live_ranges import live_ranges, unstored_values
 from fzero.transforms import step

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fzero
-from fzero.graph._ir import aten, is_collective
-from fzero.graph._storages import storages
+from fzero.graph.ir import aten, is_collective
+from fzero.graph.ir._storages import storages
 from fzero.graph.passes import drop_lone_collectives
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from fzero.parallel.experts import split

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph._collective_sizes import collective_kind, full_bytes, moved_numel
-from fzero.graph._ir import COPY, GATHER_INTO, is_collective, is_input
-from fzero.graph._ops import is_view
-from fzero.graph._storages import storages
+from fzero.graph.ir import COPY, GATHER_INTO, is_collective, is_input
+from fzero.graph.ir._collective_sizes import collective_kind, full_bytes, moved_numel
+from fzero.graph.ir._ops import is_view
+from fzero.graph.ir._storages import storages
 from fzero.graph.passes import donate, gather_into, in_place, schedule
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from tests.graph import graphs

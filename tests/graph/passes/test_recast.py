@@ -15,8 +15,8 @@ from torch.fx import Graph
 import fzero
 from fzero import optim, tree
 from fzero.graph._candidates import _SLACK, ScheduleOptions, candidates
-from fzero.graph._ir import LATE, stand_ins_of
 from fzero.graph._pass_manager import PassContext
+from fzero.graph.ir import LATE, stand_ins_of
 from fzero.graph.passes import recast, schedule
 from fzero.graph.passes._listing import _roles
 from fzero.graph.planning._live_ranges import live_ranges

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.fx import Graph
 
 from fzero import _torch
-from fzero.graph._ir import is_cheap, nbytes, parameter_gathers, stand_ins_of, views_and_users
-from fzero.graph._ops import is_random, name_of
+from fzero.graph.ir import is_cheap, nbytes, parameter_gathers, stand_ins_of, views_and_users
+from fzero.graph.ir._ops import is_random, name_of
 from fzero.graph.passes import recompute, regather, schedule
 from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.trace._trace import trace

@@ -7,10 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from fzero.graph._collective_sizes import full_bytes
-from fzero.graph._ir import is_collective, is_gather, is_reduce_collective, is_wait, parameter_gathers, start_of
-from fzero.graph._storages import storages
 from fzero.graph._trace_agreement import _digest_of_order
+from fzero.graph.ir import is_collective, is_gather, is_reduce_collective, is_wait, parameter_gathers, start_of
+from fzero.graph.ir._collective_sizes import full_bytes
+from fzero.graph.ir._storages import storages
 from fzero.graph.passes import regather, schedule
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
 from tests.graph import graphs

@@ -6,8 +6,8 @@ from torch.fx import Graph, Node
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._ir import COPY, GATHER_INTO, aten, is_input
-from fzero.graph._ops import name_of
+from fzero.graph.ir import COPY, GATHER_INTO, aten, is_input
+from fzero.graph.ir._ops import name_of
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from fzero.graph.planning._subgraphs import _is_own_part, split_into_subgraphs

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from torch.fx import Graph, Node
 
-from fzero.graph._ir import graph_results, is_input, nbytes, stand_ins_of
-from fzero.graph._storages import storages
+from fzero.graph.ir import graph_results, is_input, nbytes, stand_ins_of
+from fzero.graph.ir._storages import storages
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import measured, samples
 from tests.graph.passes.helpers import apply_passes, settings_of_passes

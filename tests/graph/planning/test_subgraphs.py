@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import optim, tree
-from fzero.graph._ir import aten
+from fzero.graph.ir import aten
 from fzero.graph.planning._subgraphs import parts_of_arguments, split_into_subgraphs
 from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment, segment

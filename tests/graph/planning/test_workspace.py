@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.graph._ir import COMPILED, nbytes, stand_ins_of
+from fzero.graph.ir import COMPILED, nbytes, stand_ins_of
 from fzero.graph.planning._live_ranges import _workspace_bytes
 from tests.memory import peak_bytes
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Interpreter
 
 from fzero import _torch
-from fzero.graph._ir import is_input
+from fzero.graph.ir import is_input
 from fzero.graph.run import _backends, _segment_compiler
 
 Value = torch.Tensor

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 import fzero
 from fzero import _torch, optim
-from fzero.graph._ir import graph_results, is_input
+from fzero.graph.ir import graph_results, is_input
 from fzero.graph.planning._subgraphs import _is_alias
 from fzero.graph.run import _executable, _program
 from fzero.graph.run._backends import LoweringOptions, lower

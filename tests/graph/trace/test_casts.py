@@ -5,7 +5,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.graph._ir import CASTS
+from fzero.graph.ir import CASTS
 
 HALF, FLOAT = torch.bfloat16, torch.float32
 CHAINS = {  # a function, and how many casts are left of it

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph._ir import is_gather, is_wait, start_of
-from fzero.graph._ops import is_random
+from fzero.graph.ir import is_gather, is_wait, start_of
+from fzero.graph.ir._ops import is_random
 from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
 from fzero.graph.loop._split import Residual, split
@@ -213,7 +213,7 @@ def wide_block(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def held(parts: Any) -> list[torch.Tensor]:
     """What waits for the backward pass, of each micro-batch in flight."""
-    from fzero.graph._ir import graph_results, stand_ins_of
+    from fzero.graph.ir import graph_results, stand_ins_of
 
     made = [(what, n) for part in parts for what, n in zip(part.outputs, graph_results(part.graph), strict=True)]
     return [stand_ins_of(n)[0] for what, n in made if isinstance(what, Residual)]

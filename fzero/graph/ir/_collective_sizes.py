@@ -7,7 +7,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fzero.axes import PLANNED
-from fzero.graph._ir import collective_of, is_gather, is_wait, nbytes, source_of_wait, stand_ins_of
+from fzero.graph.ir._collective_nodes import collective_of, is_gather, is_wait, source_of_wait
+from fzero.graph.ir._nodes import nbytes, stand_ins_of
 
 __all__ = ["collective_axes", "collective_kind", "full_bytes", "group_size", "moved_numel"]
 

@@ -9,8 +9,9 @@ from torch.fx import Graph, Node
 
 from fzero._torch import line_of, storage_id
 from fzero.collectives import start_to_host, to_host
-from fzero.graph._ir import dtypes_and_shapes, is_collective, is_input, is_wait, stand_ins_of
-from fzero.graph._ops import display_name, reads_sizes_on_host
+from fzero.graph.ir._collective_nodes import is_collective, is_wait
+from fzero.graph.ir._nodes import dtypes_and_shapes, is_input, stand_ins_of
+from fzero.graph.ir._ops import display_name, reads_sizes_on_host
 
 __all__ = [
     "TO_DEVICE",
