@@ -72,9 +72,14 @@ def is_deciding() -> bool:
 
 
 def is_tracing() -> bool:
-    """Return whether Dynamo or make_fx records this thread's operations, or the code runs as if in a trace."""
+    """Return whether Dynamo, AOTAutograd or make_fx records the operations of this thread, or it runs as in a trace."""
     # is_compiling() will not do: it is true for the process while another thread is tracing
-    return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None or is_deciding()
+    return torch.compiler.is_dynamo_compiling() or get_proxy_mode() is not None or _in_aot() or is_deciding()
+
+
+def _in_aot() -> bool:
+    """Return whether AOTAutograd runs the code on functional tensors, as it does before it records operations."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 def in_transform() -> bool:

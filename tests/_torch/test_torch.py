@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import optree
 import pytest
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
@@ -90,6 +91,13 @@ def test_a_trace_in_another_thread_is_not_ours():
     end.set()
     thread.join()
     assert records == [True]
+
+
+def test_is_tracing_knows_the_functional_tensors_of_aot_autograd():
+    """AOTAutograd runs a step on them before it records: what took real messages then failed in Inductor."""
+    with FunctionalTensorMode():
+        assert _torch.is_tracing()
+    assert not _torch.is_tracing()
 
 
 def test_is_tracing_knows_make_fx_and_dynamo():

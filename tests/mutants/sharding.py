@@ -76,6 +76,7 @@ MUTANTS = [
         Fault("the length of a shard leaves out the padding", "Spec.shard_numel", returns("self.numel // self.ranks")),
     ),
     *File("_torch/levels.py", ("tests/_torch/test_torch.py",)).faults(
+        Fault("ranks exchange messages while AOTAutograd traces them", "is_tracing", dropped("_in_aot()")),
         Fault(
             "a storage is identified by an address that may be reused",
             "version_key",
