@@ -143,7 +143,7 @@ def test_operations_are_recorded_without_make_fx(monkeypatch):
     recorded = []
     before = recorder._record
     monkeypatch.setattr(
-        recorder, "_record", lambda tracer, func, *rest: recorded.append(func) or before(tracer, func, *rest)
+        recorder, "_record", lambda tracer, f, *rest, **by: recorded.append(f) or before(tracer, f, *rest, **by)
     )
     graph, _ = both(transforms, torch.randn(4, 4), torch.randn(4, 4))
     count = len([n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem])
