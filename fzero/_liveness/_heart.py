@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fzero._liveness import _beats
@@ -220,50 +221,19 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
         timeout: a silent rank is lost after `_SHARE` of it, and ranks that are all idle hang after as long. Where the
             system does not tell what they use, that takes all of it. Endless work at one place takes twice of it.
     """
-    host, key = socket.gethostname(), "fzero/heartbeat"
-    runs = bool(sys.executable)  # a program that embeds Python has none
+    key, runs = "fzero/heartbeat", bool(sys.executable)  # a program that embeds Python has none
+    host, limit = socket.gethostname(), timeout / _SHARE
+    config = partial(Config, rank=rank, size=size, host=host, limit=limit, stall=timeout, memory=0)
     if rank == 0:
         token, where = secrets.token_hex(8), address or host
-        heart = (
-            Heart(
-                Config(
-                    rank=0,
-                    size=size,
-                    host=host,
-                    token=token,
-                    address=where,
-                    port=0,
-                    limit=timeout / _SHARE,
-                    stall=timeout,
-                    memory=0,
-                ),
-                store,
-            )
-            if runs
-            else None
-        )
+        heart = Heart(config(token=token, address=where, port=0), store) if runs else None
         port = 0 if heart is None else heart.port
         store.set(key, json.dumps([token, where, port]))
         if port == 0:
             _log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
         return heart if port else None
     token, where, port = json.loads(store.get(key))
-    if not (runs and port):
-        return None
-    return Heart(
-        Config(
-            rank=rank,
-            size=size,
-            host=host,
-            token=token,
-            address=where,
-            port=port,
-            limit=timeout / _SHARE,
-            stall=timeout,
-            memory=0,
-        ),
-        store,
-    )
+    return Heart(config(token=token, address=where, port=port), store) if runs and port else None
 
 
 def keep_heart(heart: Heart, group: Any) -> None:

@@ -12,6 +12,20 @@ __all__ = ["check_settings", "disable_checkpointing"]
 _METHODS = ("autocast_smart_context_manager", "_clip_grad_norm", "_get_grad_norm")
 _FULL_EVAL = "evaluation runs in the dtype of training: pass bf16=True or fp16=True, or leave it out"
 
+_REFUSED = {  # arguments that a sharded run cannot follow, each with the reason
+    "fsdp": "fzero shards in its place",
+    "deepspeed": "fzero shards in its place",
+    "torch_compile": "the sharded step is compiled: pass backend= to fzero.plugs.transformers.shard_trainer",
+    "auto_find_batch_size": "a step that ran out of memory cannot be repeated; fzero.plan tells what fits",
+    "use_liger_kernel": "its kernels have no derivative under torch.func",
+    "torch_empty_cache_steps": "a step runs as a whole",
+    "bf16_full_eval": _FULL_EVAL,
+    "fp16_full_eval": _FULL_EVAL,
+    "parallelism_config": "all processes are data-parallel ranks here",
+    "activation_offloading": "steps keep only the inputs of blocks already; leave it out",
+    "sync_ref_model": "between steps each rank has only shards of the two models, and a callback cannot mix them",
+}
+
 
 def check_settings(trainer: Trainer) -> None:
     """Check that a sharded run supports the settings of a trainer.
@@ -20,20 +34,7 @@ def check_settings(trainer: Trainer) -> None:
         ValueError: if it cannot. The message names the setting.
     """
     args = trainer.args
-    refused = {
-        "fsdp": "fzero shards in its place",
-        "deepspeed": "fzero shards in its place",
-        "torch_compile": "the sharded step is compiled: pass backend= to fzero.plugs.transformers.shard_trainer",
-        "auto_find_batch_size": "a step that ran out of memory cannot be repeated; fzero.plan tells what fits",
-        "use_liger_kernel": "its kernels have no derivative under torch.func",
-        "torch_empty_cache_steps": "a step runs as a whole",
-        "bf16_full_eval": _FULL_EVAL,
-        "fp16_full_eval": _FULL_EVAL,
-        "parallelism_config": "all processes are data-parallel ranks here",
-        "activation_offloading": "steps keep only the inputs of blocks already; leave it out",
-        "sync_ref_model": "between steps each rank has only shards of the two models, and a callback cannot mix them",
-    }
-    for name, reason in refused.items():
+    for name, reason in _REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) cannot hold: {reason}")
     if trainer.model_init is not None:
@@ -52,6 +53,11 @@ def check_settings(trainer: Trainer) -> None:
             "TrainingArguments(save_only_model=True) cannot hold with load_best_model_at_end=True, which reads the "
             "shards of a checkpoint: pass save_only_model=False"
         )
+    _check_overrides(trainer)
+
+
+def _check_overrides(trainer: Trainer) -> None:
+    """Raise an error if the trainer or a callback overrides a method that a sharded step does not call."""
     for name in _METHODS:
         if getattr(type(trainer), name) is not getattr(Trainer, name):
             raise ValueError(

@@ -223,37 +223,7 @@ class _CompiledInstruction(NamedTuple):
 
 def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     """Make a program runnable, given compiled functions by the name of the code. Other segments run uncompiled."""
-    instructions: list[_CompiledInstruction] = []
-    for x in program.instructions:
-        if isinstance(x, Segment):
-            code = None if x.scalars else compiled.get(name_of_code(x.key))
-            runs = run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.fakes)
-            instructions.append(
-                _CompiledInstruction(
-                    is_segment=True,
-                    f=runs,
-                    arguments=x.ins,
-                    out=x.outs,
-                    free=x.free,
-                    origin=None if code is None else x.graph,
-                )
-            )
-        elif isinstance(x.target, LoopProgram):
-            bodies = [run_segments(program, compiled) for program in x.target.programs]
-            loop = x.target.function(bodies)
-            instructions.append(
-                _CompiledInstruction(
-                    is_segment=False, f=loop, arguments=x.arguments.values, out=x.out, free=x.free, origin=None
-                )
-            )
-        else:
-            f = _REPLACEMENTS.get(x.target, x.target)
-            f = at_place(f, x.arguments.args[0], x.line) if x.target is WAIT else f
-            instructions.append(
-                _CompiledInstruction(
-                    is_segment=False, f=f, arguments=x.arguments.values, out=x.out, free=x.free, origin=x.line
-                )
-            )
+    instructions = [_compiled_instruction(x, compiled) for x in program.instructions]
 
     def run(args: list[Any]) -> Sequence[Any]:
         """Run the instructions on a call's arguments, and free each register after its last use."""
@@ -283,6 +253,28 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
 
     names = [name_of_code(x.key) for x in program.segments()]
     return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))
+
+
+def _compiled_instruction(x: Any, compiled: Mapping[str, Runs]) -> _CompiledInstruction:
+    """Return how an instruction runs: a segment by its compiled code if there is any, a loop by its programs."""
+    if isinstance(x, Segment):
+        code = None if x.scalars else compiled.get(name_of_code(x.key))
+        return _CompiledInstruction(
+            is_segment=True,
+            f=run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.fakes),
+            arguments=x.ins,
+            out=x.outs,
+            free=x.free,
+            origin=None if code is None else x.graph,
+        )
+    if isinstance(x.target, LoopProgram):
+        f, origin = x.target.function([run_segments(program, compiled) for program in x.target.programs]), None
+    else:
+        f, origin = _REPLACEMENTS.get(x.target, x.target), x.line
+        f = at_place(f, x.arguments.args[0], x.line) if x.target is WAIT else f
+    return _CompiledInstruction(
+        is_segment=False, f=f, arguments=x.arguments.values, out=x.out, free=x.free, origin=origin
+    )
 
 
 def _apply(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:

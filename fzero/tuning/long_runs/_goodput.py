@@ -163,38 +163,21 @@ def goodput(
         >>> 0.85 < result.share.median < 0.95
         True
     """
-    check_int("devices", devices)
-    check_int("samples", samples, 2)
-    if not isinstance(reliability, Reliability):
-        raise TypeError(
-            f"reliability={reliability!r}: expected a fzero.tuning.Reliability, such as Reliability(mtbf=1e8)"
-        )
-    for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: expected a number above 0")
-    failures = days * _DAY * devices / reliability.mtbf
-    if failures > _MAX_FAILURES:
-        raise ValueError(
-            f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
-            f"{devices} devices fail each {_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
-            f"{days:g} days"
-        )
+    _check(step_seconds, devices, reliability, every, days, samples)
     formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY)
     intervals = [every] if every is not None else [formula * x for x in _FACTORS]
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
-    runs = {
-        interval: [
-            SimulatedRun(
-                reliability=reliability,
-                devices=devices,
-                every=interval,
-                horizon=days * _DAY,
-                rng=random.Random(f"{seed} {i}"),
-            ).simulate()
-            for i in range(samples)
-        ]
-        for interval in rounded
-    }
+
+    def simulated(interval: float, sample: int) -> SimulatedRun:
+        return SimulatedRun(
+            reliability=reliability,
+            devices=devices,
+            every=interval,
+            horizon=days * _DAY,
+            rng=random.Random(f"{seed} {sample}"),
+        ).simulate()
+
+    runs = {interval: [simulated(interval, i) for i in range(samples)] for interval in rounded}
     shares = {
         interval: _Quartiles(*quantiles([x.share for x in results], method="inclusive"))
         for interval, results in runs.items()
@@ -213,3 +196,25 @@ def goodput(
         failures=failures,
         by_interval=shares,
     )
+
+
+def _check(
+    step_seconds: float, devices: int, reliability: Reliability, every: float | None, days: float, samples: int
+) -> None:
+    """Raise an error for a number that is out of its range, or failures that come too often to be a device's."""
+    check_int("devices", devices)
+    check_int("samples", samples, 2)
+    if not isinstance(reliability, Reliability):
+        raise TypeError(
+            f"reliability={reliability!r}: expected a fzero.tuning.Reliability, such as Reliability(mtbf=1e8)"
+        )
+    for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: expected a number above 0")
+    failures = days * _DAY * devices / reliability.mtbf
+    if failures > _MAX_FAILURES:
+        raise ValueError(
+            f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
+            f"{devices} devices fail each {_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
+            f"{days:g} days"
+        )
