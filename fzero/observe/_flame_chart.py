@@ -131,8 +131,8 @@ def draw(name: str, spans: Sequence[Span]) -> Any:
             continue
         named = passes if bar.row == 0 else operations if bar.row == len(rows) - 1 else functions
         colour = named.get(bar.function if named is functions else bar.text, _OTHER_COLOUR)
-        box = [(bar.start * 1e3, bar.seconds * 1e3)]
-        axes.broken_barh(box, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
+        extent = [(bar.start * 1e3, bar.seconds * 1e3)]
+        axes.broken_barh(extent, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
         middle, text = (bar.start + bar.seconds / 2) * 1e3, _label(bar.text, bar.seconds / total)
         axes.text(middle, -bar.row - 0.45, text, ha="center", va="center", fontsize=6.5, clip_on=True)
     axes.set(xlabel="ms of operations, one after the other", xlim=(0, total * 1e3), ylim=(-len(rows), 0), title=name)

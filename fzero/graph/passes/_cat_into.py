@@ -68,10 +68,10 @@ def _parts(node: Node) -> Sequence[Node]:
 
 def _are_exclusive(node: Node, memory: Storages, fuses: bool) -> bool:
     """Return whether each part is all of a storage that an operation makes for the concatenation alone."""
-    owners = [memory.indices[x] for x in node.all_input_nodes]
-    if len({*owners}) < len(owners):
+    storages_of = [memory.indices[x] for x in node.all_input_nodes]
+    if len({*storages_of}) < len(storages_of):
         return False
-    for x, (storage,) in zip(node.all_input_nodes, owners, strict=True):
+    for x, (storage,) in zip(node.all_input_nodes, storages_of, strict=True):
         made = memory.producers[storage]
         whole = memory.sizes[storage] == nbytes(*stand_ins_of(x))
         if is_input(made) or is_collective(made) or is_wait(made) or loop_of(made) is not None or not whole:

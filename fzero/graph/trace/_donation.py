@@ -54,16 +54,16 @@ def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated:
             start = x.data_ptr()
             spans.append((start, start + _extent(x), i))
     spans.sort()
-    reach, owner = 0, 0
+    reach, holder = 0, 0
     for start, stop, i in spans:
-        if start < reach and (i in donated_indices or owner in donated_indices):
-            a, b = [_name_of(arguments, k) for k in sorted((owner, i))]
+        if start < reach and (i in donated_indices or holder in donated_indices):
+            a, b = [_name_of(arguments, k) for k in sorted((holder, i))]
             raise ValueError(
                 f"{a} and {b} share memory, and one is donated to fzero.jit: a write into one would change the other. "
                 "Clone one, or jit with donate=()"
             )
         if stop > reach:
-            reach, owner = stop, i
+            reach, holder = stop, i
 
 
 def _name_of(arguments: Arguments, index: int) -> str:

@@ -80,16 +80,16 @@ def other_memory(name: str) -> str:
     return f"fzero.jit: the step gives {name} other memory (x.data = y); a step is pure: return the new value"
 
 
-def _refuse_writes(nodes: Iterable[Node], owners: dict[int, str]) -> None:
-    """Refuse in-place writes into captured tensors, and into memory that has an owner's name."""
+def _refuse_writes(nodes: Iterable[Node], labels: dict[int, str]) -> None:
+    """Refuse in-place writes into captured tensors, and into memory that has a label."""
     for node in nodes:
         for x in writes(node):
             base = _base(x)
             is_tensor = isinstance(base.meta.get("val"), torch.Tensor)
-            owner = owners.get(_torch.storage_id(base.meta["val"])) if is_tensor else None
-            owner = "a captured tensor" if base.op == "get_attr" else owner
-            if owner is not None:
-                raise RuntimeError(f"fzero.jit: the step writes into {owner} in place {_where(node)}; {_PURE}")
+            label = labels.get(_torch.storage_id(base.meta["val"])) if is_tensor else None
+            label = "a captured tensor" if base.op == "get_attr" else label
+            if label is not None:
+                raise RuntimeError(f"fzero.jit: the step writes into {label} in place {_where(node)}; {_PURE}")
 
 
 def _check_operation(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""A schedule as text and as a picture: one row per rank, time from left to right, one box per action."""
+"""A schedule as text and as a picture: one row per rank, time from left to right, one bar per action."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,7 @@ def _label(action: Action, short: bool) -> str:
     return f"{action.kind}{action.micro_batch}" if short else str(action)
 
 
-# Schedules as a picture: one row per rank, time from left to right, one box per action, empty bubbles.
+# Schedules as a picture: one row per rank, time from left to right, one bar per action, empty bubbles.
 #
 # the colours of a rank's first stage and of its last one; the stages between them have colours between these
 _COLOURS = {
@@ -113,18 +113,18 @@ def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
     scale = (_WIDTH - 1.6) * 72 / span  # points per unit of time
     size = max(4.5, min(8.0, row * 72 * 0.42))
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
-    boxes = dict[tuple[int, Any], list[tuple[float, float]]]()
+    bars = dict[tuple[int, Any], list[tuple[float, float]]]()
     for rank, actions in enumerate(schedule.rows):
         stages = schedule.stages_on(rank)
         for action in actions:
             start, width = timing.start[action], timing.end[action] - timing.start[action]
             depth = stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else 0.0
-            boxes.setdefault((rank, _colour(action, depth)), []).append((start, width))
+            bars.setdefault((rank, _colour(action, depth)), []).append((start, width))
             label = str(action.micro_batch)
             if width * scale > size * (0.62 * len(label) + 0.35):
                 ink = "white" if depth > 0.6 else _INK
                 axes.text(start + width / 2, rank, label, ha="center", va="center", fontsize=size, color=ink)
-    for (rank, colour), spans in boxes.items():
+    for (rank, colour), spans in bars.items():
         axes.broken_barh(
             spans, (rank - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=line, antialiased=line > 0
         )

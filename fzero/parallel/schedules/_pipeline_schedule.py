@@ -164,7 +164,7 @@ class PipelineSchedule(FigureReport):
     ) -> Any:
         """Draw the schedule in the usual way with matplotlib: one row per rank, time from left to right, empty bubbles.
 
-        A box is an action, with the number of its micro-batch if there is room. Next to each rank stands the most that
+        A bar is an action, with the number of its micro-batch if there is room. Next to each rank stands the most that
         it has in flight (`in_flight`), in micro-batches: one counts as all stages of the rank together.
 
         Args:
