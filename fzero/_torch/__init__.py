@@ -18,6 +18,7 @@ from fzero._torch.accelerator import (
     without_autocast_cache,
 )
 from fzero._torch.attention import partial_attention, partial_attention_grad
+from fzero._torch.bits import view_bits
 from fzero._torch.compiler import (
     Form,
     compile_threads,
@@ -156,6 +157,7 @@ __all__ = [
     "trace",
     "unpickle_graphs",
     "user_line",
+    "view_bits",
     "view_of",
     "wait_for_device",
     "with_query_heads",

@@ -7,6 +7,7 @@ import torch
 __all__ = ["scaled_mm"]
 
 _torch: Any = torch
+_HAS_NO_ROWS = torch.__version__ < "2.12"  # on a CPU torch 2.11 multiplies with one scale for a matrix only
 
 
 def scaled_mm(
@@ -23,4 +24,6 @@ def scaled_mm(
         fast: whether a card may add in fewer than float32's bits, which saves time.
     """
     scale_b = scale_b.view(1, -1) if scale_b.ndim else scale_b
+    if _HAS_NO_ROWS and scale_a.ndim and a.device.type == "cpu":
+        return ((a.float() @ b.float().t()) * scale_a * scale_b).to(dtype)
     return _torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero._torch import view_bits
 from fzero.random import mix_bits
 
 __all__ = ["KINDS", "CodeKind", "codes_to_float32", "largest_magnitudes", "pack", "quantize", "scales_of", "unpack"]
@@ -62,7 +63,7 @@ def scales_of(kind: CodeKind, magnitudes: torch.Tensor) -> torch.Tensor:
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     """Return the next power of two of positive normal float32 numbers; infinity stays."""
-    return ((x.view(torch.int32) + _FRACTION_BITS) & ~_FRACTION_BITS).view(torch.float32)
+    return view_bits((view_bits(x, torch.int32) + _FRACTION_BITS) & ~_FRACTION_BITS, torch.float32)
 
 
 def quantize(kind: CodeKind, blocks: torch.Tensor, scales: torch.Tensor, first: int | None = None) -> torch.Tensor:
@@ -82,19 +83,19 @@ def quantize(kind: CodeKind, blocks: torch.Tensor, scales: torch.Tensor, first: 
     elif not kind.is_float:
         x = torch.round(x)
     codes = x.clamp(-kind.largest, kind.largest).to(kind.dtype)
-    return codes.view(torch.uint8) if kind.is_float else codes
+    return view_bits(codes, torch.uint8) if kind.is_float else codes
 
 
 def codes_to_float32(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:
     """Return codes as float32, without their scales."""
-    return (codes.view(kind.dtype) if kind.is_float else codes).to(torch.float32)
+    return (view_bits(codes, kind.dtype) if kind.is_float else codes).to(torch.float32)
 
 
 def _fractions(blocks: torch.Tensor, first: int) -> torch.Tensor:
     """Draw a number in [0, 1) for each number of blocks, from its place and its bits. It needs no key and no state."""
     n, b = blocks.shape[-2:]
     places = torch.arange(first * b, (first + n) * b, device=blocks.device).view(n, b)
-    values = blocks.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
+    values = view_bits(blocks.to(torch.float32).contiguous(), torch.int32).to(torch.int64)
     random = mix_bits(values & 0xFFFFFFFF, places << 32)
     return ((random >> 32) & (_FRACTION - 1)).to(torch.float32) / _FRACTION
 
@@ -102,16 +103,16 @@ def _fractions(blocks: torch.Tensor, first: int) -> torch.Tensor:
 def pack(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:
     """Return codes `[.., k]` as uint8 `[.., bytes]`: two codes of 4 bits in a byte, the first one in the low bits."""
     if kind.bits == 8:
-        return codes.view(torch.uint8)
+        return view_bits(codes, torch.uint8)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    low, high = (codes.view(torch.uint8) & 0xF).unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = (view_bits(codes, torch.uint8) & 0xF).unflatten(-1, (-1, 2)).unbind(-1)
     return low | (high << 4)
 
 
 def unpack(kind: CodeKind, payload: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count` codes of a payload: int8, or the bytes of float8."""
     if kind.bits == 8:
-        return payload if kind.is_float else payload.view(torch.int8)
+        return payload if kind.is_float else view_bits(payload, torch.int8)
     codes = torch.stack([payload & 0xF, payload >> 4], -1).flatten(-2)[..., :count]
     return ((codes ^ 8).to(torch.int8)) - 8  # the sign bit of four bits

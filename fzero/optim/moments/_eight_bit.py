@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero._torch import is_tracing, tensor_on
+from fzero._torch import is_tracing, tensor_on, view_bits
 
 __all__ = ["ZERO", "DynamicCode", "decode", "dynamic_code", "encode"]
 
@@ -125,7 +125,7 @@ def encode(x: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> torch.Te
         (tensor([ 35, 201, 255], dtype=torch.uint8), tensor([-1.0016,  0.4953,  2.0000]))
     """
     fractions = (x / torch.where(scales == 0, torch.ones_like(scales), scales)).to(torch.float32).flatten()
-    half = (fractions.view(torch.int32) >> 16) & 0xFFFF
+    half = (view_bits(fractions, torch.int32) >> 16) & 0xFFFF
     least = code.least.index_select(0, half).to(torch.int32)
     return (least + (fractions > code.midpoints.index_select(0, least))).to(torch.uint8).view(x.shape)
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from fzero._torch import view_bits
+
 __all__ = ["round_at_random"]
 
 
@@ -15,6 +17,6 @@ def round_at_random(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
         random_bits: int64, of the shape of `x`; the lowest 16 bits count.
     """
     largest = torch.finfo(torch.bfloat16).max
-    bits = x.clamp(-largest, largest).contiguous().view(torch.int32)
+    bits = view_bits(x.clamp(-largest, largest).contiguous(), torch.int32)
     carried = bits + (random_bits & 0xFFFF).to(torch.int32)
-    return (carried & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return view_bits(carried & -0x10000, torch.float32).to(torch.bfloat16)
