@@ -240,14 +240,14 @@ def leaves_up_to(
     try:
         nodes = structure.flatten_up_to(other)
     except (ValueError, TypeError) as error:
-        raise difference(tree, other, is_leaf, names) from error
+        raise structure_error(tree, other, is_leaf, names) from error
     for x, y in zip(leaves, nodes, strict=True):
         if is_box(y) and not is_box(x) and x is not None:
-            raise difference(tree, other, is_leaf, names)
+            raise structure_error(tree, other, is_leaf, names)
     return nodes
 
 
-def difference(
+def structure_error(
     tree: Tree,
     other: Any,
     is_leaf: Callable[[Any], bool] | None = None,

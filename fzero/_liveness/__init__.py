@@ -4,8 +4,8 @@ from fzero._liveness._heart import (
     Heart,
     LostRankError,
     current_heart,
-    explain,
     keep_heart,
+    lost_rank_error_of,
     resume_at,
     start_heart,
     step_place,
@@ -14,4 +14,4 @@ from fzero._liveness._heart import (
 __all__ = ["LostRankError"]
 
 # For other packages of fzero only. They may change in any release.
-INTERNAL = ["Heart", "current_heart", "explain", "keep_heart", "resume_at", "start_heart", "step_place"]
+INTERNAL = ["Heart", "current_heart", "lost_rank_error_of", "keep_heart", "resume_at", "start_heart", "step_place"]

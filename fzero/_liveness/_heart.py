@@ -30,8 +30,8 @@ __all__ = [
     "Heart",
     "LostRankError",
     "current_heart",
-    "explain",
     "keep_heart",
+    "lost_rank_error_of",
     "resume_at",
     "start_heart",
     "step_place",
@@ -133,7 +133,7 @@ class Heart:
         self.at("between steps")
         self._in_step = False
 
-    def explain(self, error: BaseException) -> LostRankError | None:
+    def lost_rank_error_of(self, error: BaseException) -> LostRankError | None:
         """Return the error that names the lost rank, if `error` comes from a connection to it.
 
         It waits for the verdict, which the heartbeats of all ranks find together.
@@ -244,10 +244,10 @@ def keep_heart(heart: Heart, group: Any) -> None:
     weakref.finalize(group, heart.stop)
 
 
-def explain(error: BaseException | None) -> LostRankError | None:
-    """Return the error that names the lost rank, if an error comes from a connection to it; see `Heart.explain`."""
+def lost_rank_error_of(error: BaseException | None) -> LostRankError | None:
+    """Return the error that names the lost rank, if an error comes from a connection to it; see the method."""
     heart = current_heart()
-    return None if heart is None or error is None else heart.explain(error)
+    return None if heart is None or error is None else heart.lost_rank_error_of(error)
 
 
 @contextmanager

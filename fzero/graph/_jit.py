@@ -24,7 +24,7 @@ from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._call_arguments import Arguments, Key, call_key, difference, flatten_arguments
+from fzero.graph.trace._call_arguments import Arguments, Key, call_key, flatten_arguments, recompilation_reason
 from fzero.graph.trace._python_state import refuse_python_state
 
 __all__ = ["Jitted", "jit"]
@@ -360,7 +360,7 @@ class Jitted:
             _log.info("%s: traced for the first time", self)
             return
         last = next(reversed(self._entries))
-        reason = difference(last, arguments) + trouble_link("recompilation")
+        reason = recompilation_reason(last, arguments) + trouble_link("recompilation")
         _log.warning("%s: traced again (%d times now): %s", self, len(self._entries) + 1, reason)
 
     def _log_donation(self, entry: Entry) -> None:

@@ -121,7 +121,9 @@ def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[_Sums]:
         yield _Sums([position for position, i in unit.members if i == index], shape, rows, columns)
 
 
-def _spread(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _product_of_factors(
+    box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
     """Return for each element of a shard the product of its row's number and its column's number: `[k]`.
 
     An element without a row or a column has the factor 1 in place of its number.
@@ -365,7 +367,7 @@ def _directions(
     for spec_id, box, members in sharded_units(paths, entries):
         by_index = {index: factors[position] for position, index in members}
         unit_factors: list[_Factors] = [by_index[index] for index in sorted(by_index)]
-        moment = _spread(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
+        moment = _product_of_factors(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
         out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), spec_id)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new

@@ -54,7 +54,7 @@ def convert_moments(opt_state: OptState, like: OptState) -> OptState:
     states, structure = tree.flatten(opt_state, _has_moments)
     others, other_structure = tree.flatten(like, _has_moments)
     if structure != other_structure or [type(x) for x in states] != [type(x) for x in others]:
-        raise tree.difference(opt_state, like, names=("opt_state", "like"))
+        raise tree.structure_error(opt_state, like, names=("opt_state", "like"))
     return tree.unflatten(structure, [_convert(x, y) for x, y in zip(states, others, strict=True)])
 
 

@@ -142,14 +142,14 @@ def _experts(context: _RuleContext) -> list[TableRow] | None:
 def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
     """Spread a model over as few ranks as can hold it, and use the rest for data parallelism."""
     rows = _peers(context, *_PARALLEL_FIELDS)
-    if len({_spread(r) for r in rows}) < 2:
+    if len({_ranks_of_model(r) for r in rows}) < 2:
         return None
-    return sorted(rows, key=lambda r: (_spread(r), *_within(context, r)))
+    return sorted(rows, key=lambda r: (_ranks_of_model(r), *_within(context, r)))
 
 
 def _machine_first(context: _RuleContext) -> list[TableRow] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
-    rows = [r for r in _peers(context, *_PARALLEL_FIELDS) if _spread(r) == _spread(context.best)]
+    rows = [r for r in _peers(context, *_PARALLEL_FIELDS) if _ranks_of_model(r) == _ranks_of_model(context.best)]
     return sorted(rows, key=lambda r: _within(context, r)) if len({r.config.tp for r in rows}) > 1 else None
 
 
@@ -167,7 +167,7 @@ def _pipeline_fill(context: _RuleContext) -> list[TableRow] | None:
     return sorted(rows, key=order)
 
 
-def _spread(row: TableRow) -> int:
+def _ranks_of_model(row: TableRow) -> int:
     return row.config.tp * row.config.pp
 
 

@@ -35,7 +35,9 @@ MUTANTS = [
         Fault("a copied program replaces the user's file", "main", never("A(B).exists()")),
     ),
     *File("tree.py", ERRORS).faults(
-        Fault("trees in other layouts raise no LayoutError", "difference", becomes("LayoutError(A)", "ValueError(A)")),
+        Fault(
+            "trees in other layouts raise no LayoutError", "structure_error", becomes("LayoutError(A)", "ValueError(A)")
+        ),
     ),
     *File("tree.py", ("tests/test_remedies.py",)).faults(
         Fault("a wrong argument is printed with all its numbers", "show", always("len(A) <= B")),

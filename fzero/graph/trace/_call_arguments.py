@@ -18,9 +18,9 @@ __all__ = [
     "LeafName",
     "block_numbers",
     "call_key",
-    "difference",
     "flatten_arguments",
     "leaf_names_of",
+    "recompilation_reason",
 ]
 
 # `(args, kwargs)` is flattened as a tree. The graph takes its distinct tensors: tied weights are one tensor in several
@@ -297,7 +297,7 @@ def _settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), casts
 
 
-def difference(old: Key, arguments: Arguments) -> str:
+def recompilation_reason(old: Key, arguments: Arguments) -> str:
     """Return one line that says how a call differs from an earlier one."""
     new = call_key(arguments)
     if old.structure != new.structure or len(old.tensor_indices) != len(new.tensor_indices):

@@ -141,7 +141,7 @@ def _first_of_another_shape(values: Tree, others: Tree) -> tuple[str, list[int],
     entries = tree.flatten(values, is_box)[0]
     for i, (x, y) in enumerate(zip(entries, tree.leaves_up_to(values, others, is_box), strict=True)):
         if is_box(x) and isinstance(y, torch.Tensor):
-            raise tree.difference(values, others)
+            raise tree.structure_error(values, others)
         shapes = _shape(x), _shape(y)
         if shapes[0] != shapes[1] and None not in shapes:
             return tree.flatten_with_paths(values, is_box)[0][i], [*(shapes[0] or ())], [*(shapes[1] or ())]

@@ -122,8 +122,8 @@ def check_alike(blocks: Sequence[Any], name: str) -> None:
         block_leaves, block_structure = tree.flatten(block, is_box)
         if block_structure != structure:
             raise ValueError(
-                f"fzero.pipeline: {name}[{i}] is not like {name}[0], {tree.difference(blocks[0], block)}: a pipeline "
-                "stacks its blocks by rank, so all need the same structure"
+                f"fzero.pipeline: {name}[{i}] is not like {name}[0], {tree.structure_error(blocks[0], block)}: "
+                "a pipeline stacks its blocks by rank, so all need the same structure"
             )
         for path, x, y in zip(paths, leaves, block_leaves, strict=True):
             if tree.show(x) != tree.show(y):

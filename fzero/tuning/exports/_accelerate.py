@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["accelerate"]
@@ -111,7 +111,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["remat"] = "recomputes all of each block, since accelerate checkpoints no chosen ones"
     if c.remat and not is_fsdp:
         rules["remat"] = "the model recomputes: model.gradient_checkpointing_enable() of transformers"
-    differences += without(c, rules)
+    differences += unsupported_settings(c, rules)
     if c.precision != "float32":
         differences.append(f"Gradients are summed over ranks in {c.precision if is_fsdp else 'float32'}.")
     return tuple(differences)

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
 from fzero.tuning.exports._peaks import deepspeed_states
 
 __all__ = ["deepspeed"]
@@ -69,7 +69,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         rules["offload"] = "left out, since DeepSpeed offloads at stages 1 to 3 only, and not with both ep and tp"
     elif c.offload < 1 and c.stage < 3:
         rules["offload"] = "DeepSpeed offloads all of the state at stages 1 and 2"
-    differences = list(without(c, rules))
+    differences = list(unsupported_settings(c, rules))
     if c.remat == "matmuls":
         differences.append(
             f"To save the products, pass context_fn=functools.partial({_SELECTIVE}, ops) to its checkpoints."

@@ -11,7 +11,7 @@ from fzero.tuning.exports._peaks import Sizes, States, sizes_of
 from fzero.tuning.machines import Machine
 from fzero.tuning.models import ModelShape
 
-__all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "without"]
+__all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "unsupported_settings"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ _BITS = {  # settings that no system takes from its file, and its behaviour inst
 }
 
 
-def without(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ...]:
+def unsupported_settings(config: Configuration, remedies: Mapping[str, str]) -> tuple[str, ...]:
     """List the settings of a configuration that a system does not take from its file, each with what to do instead.
 
     Args:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["fsdp2"]
@@ -151,7 +151,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
             "fully_shard offloads all or nothing, and here all of parameters, gradients and state. Make the process "
             "group with 'cpu:gloo,cuda:nccl', since the norm of gradients is summed on hosts"
         )
-    differences = list(without(c, rules))
+    differences = list(unsupported_settings(c, rules))
     if c.stage in (1, 2):
         differences.append(
             f"Stage {c.stage}: fully_shard shards parameters between steps, and gathers them in the first forward "

@@ -1,7 +1,7 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, make_export, without
+from fzero.tuning.exports._export import Export, PlannedRun, make_export, unsupported_settings
 from fzero.tuning.models import ModelShape
 
 __all__ = ["megatron"]
@@ -140,7 +140,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         differences.append("The sizes of the model are left out: the row is of your own make_step.")
     elif run.shape.task != "causal":
         differences.append(f"The sizes are left out: {run.shape.name} is no language model of pretrain_gpt.py.")
-    differences += without(c, rules)
+    differences += unsupported_settings(c, rules)
     if c.precision == "bfloat16" and c.stage < 2:
         differences.append("Gradients are float32 and as large as the model on each rank, through all micro-batches.")
     if c.stage in _STRATEGIES:

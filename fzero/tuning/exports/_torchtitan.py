@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fzero._arguments import check_choice
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, without
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["torchtitan"]
@@ -160,7 +160,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         differences.append("torchtitan has no such model: call apply_plan on the configuration of yours.")
     if run.length:
         differences.append("A micro-batch is counted in tokens, and documents are packed into it.")
-    differences += without(c, rules)
+    differences += unsupported_settings(c, rules)
     if c.stage in (1, 2):
         differences.append(
             f"Stage {c.stage}: torchtitan shards parameters between steps, and keeps them gathered from the forward to "
