@@ -37,7 +37,7 @@ def rows(ranks: int) -> list[str]:
     mesh, opt, params = fzero.mesh(dp=ranks, simulate=True), optim.adamw(1e-3), model()
     psi = sum(x.numel() for x in tree.tensors(params))
     out = []
-    for stage in range(4):
+    for stage in range(len(fzero.zero.STAGES)):
         moved = []
         for k in (1, 4):
 

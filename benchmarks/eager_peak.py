@@ -36,7 +36,7 @@ def main() -> None:
     params = {"blocks": [{"w": torch.randn(WIDTH, WIDTH) / 16} for _ in range(LAYERS)]}
     batch = mesh.split(torch.ones(mesh.size * 4, WIDTH))
     for k in (1, 4):
-        for stage in range(4):
+        for stage in range(len(fzero.zero.STAGES)):
 
             def train_step(params: Any, opt_state: Any, batch: Any, k: int = k) -> Any:
                 loss, grads = fzero.value_and_grad(loss_fn, micro_batches=k)(params, batch)

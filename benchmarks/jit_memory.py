@@ -103,7 +103,13 @@ def summary(rows: list[Row]) -> list[list[Any]]:
             peaks = [getattr(r, what) for r in stages]
             good = all(b <= a for a, b in itertools.pairwise(peaks))
             shown = " ≥ ".join(f"{x / MB:,.2f}" for x in peaks)
-            results.append([f"{model}, {k} micro-batches, {backend}: {what}, stages 0 to 3", shown, good])
+            results.append(
+                [
+                    f"{model}, {k} micro-batches, {backend}: {what}, stages 0 to {len(fzero.zero.STAGES) - 1}",
+                    shown,
+                    good,
+                ]
+            )
         if (model, k, backend) == ("B", 1, "fx"):
             added = stages[-1].least - stages[-1].arguments
             results.append(["B, stage 3, fx: added, at most 62", f"{added / MB:,.2f}", added <= B_ADDS])
@@ -130,7 +136,7 @@ def main() -> None:
     names = [x for x in sys.argv[1:] if not x.startswith("-")]
     rows = []
     for name in names or MODELS:
-        for k, backend, stage in itertools.product(MODELS[name][1], BACKENDS, range(4)):
+        for k, backend, stage in itertools.product(MODELS[name][1], BACKENDS, range(len(fzero.zero.STAGES))):
             rows.append(measure(name, k, backend, stage, mesh))
             if mesh.rank == 0:
                 print(rows[-1], file=sys.stderr, flush=True)

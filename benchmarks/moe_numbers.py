@@ -130,7 +130,7 @@ def weights(model: Any, ranks: int) -> dict[str, torch.Tensor]:
 
 def computed_by() -> dict[str, Callable[..., Numbers]]:
     """Return who computes, by name; DeepSpeed where it is installed."""
-    ours = {f"fzero, stage {stage}": by_fzero(stage) for stage in range(4)}
+    ours = {f"fzero, stage {stage}": by_fzero(stage) for stage in range(len(fzero.zero.STAGES))}
     theirs = {f"DeepSpeed, stage {stage}": by_deepspeed(stage) for stage in (0, 1)}
     return {**ours, "FSDP2": by_fsdp2, **(theirs if systems.has_deepspeed() else {})}
 

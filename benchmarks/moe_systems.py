@@ -300,7 +300,7 @@ def has_deepspeed() -> bool:
 SYSTEMS = {
     s.key: s
     for s in [
-        *[fzero_system(stage, backend) for stage in range(4) for backend in ("fx", "inductor")],
+        *[fzero_system(stage, backend) for stage in range(len(fzero.zero.STAGES)) for backend in ("fx", "inductor")],
         *[deepspeed_system(stage, compiled) for stage in (0, 1) for compiled in (False, True) if has_deepspeed()],
         *[fsdp2_system(reshard, compiled) for reshard, compiled in ((False, False), (True, False), (True, True))],
     ]

@@ -82,7 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     with alone(dp=RANKS) as mesh:
-        for k, remat, stage in itertools.product((1, 4), (False, True), range(4)):
+        for k, remat, stage in itertools.product((1, 4), (False, True), range(len(fzero.zero.STAGES))):
             rows.append(measure(k, remat, stage, mesh))
             print(rows[-1], file=sys.stderr, flush=True)
     verdicts = []
@@ -92,7 +92,7 @@ def main() -> None:
             values = [getattr(r, what) for r in peaks]
             good = all(b <= a for a, b in itertools.pairwise(values))
             shown = " ≥ ".join(f"{x / MB:,.1f}" for x in values)
-            name = f"{k} micro-batches{', remat' if remat else ''}: {what}, stages 0 to 3"
+            name = f"{k} micro-batches{', remat' if remat else ''}: {what}, stages 0 to {len(fzero.zero.STAGES) - 1}"
             verdicts.append([name, shown, "met" if good else "missed"])
     psi = sum(x.numel() for x in tree.tensors(init(MODEL)))
     parts = [

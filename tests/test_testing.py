@@ -15,7 +15,7 @@ from fzero.testing import assert_equivalent, assert_trees_close, is_exact_on_sha
 from tests.helpers import cases, either, train_step_for
 from tests.parallel.pipeline import model as pipelines
 
-STAGES = range(4)
+STAGES = range(len(fzero.zero.STAGES))
 PARAMS = {"a": [{"w": torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)}], "b": torch.ones(2).double()}
 OPT = optim.sgd(0.1, momentum=0.9)
 

@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
 def cases(setting: Setting) -> list[Case]:
     """List the checks, the quickest first."""
-    stages = range(4)
+    stages = range(len(fzero.zero.STAGES))
     ways = [Way(s, b) for b in setting.backends if b != "inductor" for s in stages]
     ways += [Way(s, "fx", is_recorded=True) for s in stages if setting.mesh.device.type == "cuda"]
     ways += [Way(s, "eager", torch.float64, simulated=4) for s in stages]

@@ -203,7 +203,11 @@ def deepspeed(stage: int) -> System:
 SYSTEMS = {
     s.key: s
     for s in [
-        *[fzero_system(stage, backend) for stage in range(4) for backend in ("eager", "fx", "inductor")],
+        *[
+            fzero_system(stage, backend)
+            for stage in range(len(fzero.zero.STAGES))
+            for backend in ("eager", "fx", "inductor")
+        ],
         ddp(0),
         ddp(1),
         *[fsdp2(reshard, compiled) for compiled in (False, True) for reshard in (False, True)],

@@ -22,6 +22,7 @@ from fzero.plugs._lightning_settings import check_settings, clipping, mixed_dtyp
 from fzero.plugs._param_groups import ParamGroups, param_groups
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
+from fzero.zero import check_stage
 
 __all__ = ["Strategy", "full_model"]
 
@@ -68,9 +69,7 @@ class Strategy(Processes):
     ) -> None:
         """Keep the settings; Lightning gives the model and the trainer later."""
         super().__init__(process_group_backend, timeout)
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={stage!r}: expected 0 to 3")
-        self.stage = stage
+        self.stage = check_stage(stage)
         self.full_weights = full_weights
         self._engine: Engine | None = None
         self._is_taken_apart = False

@@ -12,6 +12,7 @@ from fzero._arguments import check_choice, check_int, is_int
 from fzero.nn import SCALINGS
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
+from fzero.zero import STAGES
 
 __all__ = [
     "CODECS",
@@ -290,7 +291,9 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
         if (value := getattr(options, word)) is not None or word != "depth":
             check_int(word, value)
     world = options.world_size
-    _check_values("stages", options.stages, lambda x: is_int(x) and x in range(4), "ints from 0 to 3")
+    _check_values(
+        "stages", options.stages, lambda x: is_int(x) and x in range(len(STAGES)), f"ints from 0 to {len(STAGES) - 1}"
+    )
     remats = f"values of {REMATS}"
     _check_values("remat", options.remat, lambda x: isinstance(x, bool | str) and x in REMATS, remats)
     _check_values("precision", options.precision, _DTYPES.__contains__, f"names of {', '.join(map(repr, _DTYPES))}")

@@ -9,7 +9,7 @@ from fzero.zero._module_params import initializer, stand_ins
 from fzero.zero._rerun import CorruptionError, Rerun
 from fzero.zero._shard import shard
 from fzero.zero._sharded_step import ShardedStep
-from fzero.zero._stages import STAGES, StageLayouts
+from fzero.zero._stages import STAGES, StageLayouts, check_stage
 
 __all__ = [
     "CorruptionError",
@@ -26,6 +26,7 @@ __all__ = [
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
     "STAGES",
+    "check_stage",
     "stand_ins",
 ]
 

@@ -1,11 +1,12 @@
 """The stages of ZeRO: four rows, each a choice of layouts for parameters, gradients and optimizer state.
 
-A sharded step reads nothing else of a stage. So another way to shard is another row.
+A sharded step reads nothing else of a stage. So another way to shard is another row, if its fields go together.
 """
 
 import operator
 from typing import Any, Literal, NamedTuple
 
+from fzero._arguments import check_choice
 from fzero.sharding import ReduceGrads
 
 __all__ = ["STAGES", "StageLayouts", "check_stage", "stage_layouts"]
@@ -41,7 +42,32 @@ class StageLayouts(NamedTuple):
         return self.shards_state and not self.shards_params
 
 
-STAGES = (
+# The layouts of parameters, and those of the optimizer's state, that a step can hold beside each layout of gradients:
+# a full gradient updates full parameters, and the shard of a gradient updates the state of this shard.
+_BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
+    "replicated": {"params": ("replicated",), "opt_state": ("replicated",)},
+    "once": {"params": ("replicated", "sharded"), "opt_state": ("sharded",)},
+    "each": {"params": ("replicated", "sharded"), "opt_state": ("sharded",)},
+}
+
+
+def _stage_table(*rows: StageLayouts) -> tuple[StageLayouts, ...]:
+    """Return rows as the table of stages.
+
+    Raises:
+        ValueError: if the fields of a row do not go together, or two rows are equal. The message names the row, the
+            field, its value and the values that it may have.
+    """
+    for stage, row in enumerate(rows):
+        check_choice(f"stage {stage}, {row}: grads", row.grads, tuple(_BESIDE))
+        for field, choices in _BESIDE[row.grads].items():
+            check_choice(f"stage {stage}, {row}: beside grads={row.grads!r}, {field}", getattr(row, field), choices)
+        if (twin := rows.index(row)) < stage:
+            raise ValueError(f"stage {stage}, {row}: stage {twin} is this row; a further stage differs in a field")
+    return rows
+
+
+STAGES = _stage_table(
     StageLayouts(params="replicated", grads="replicated", opt_state="replicated"),
     StageLayouts(params="replicated", grads="once", opt_state="sharded"),
     StageLayouts(params="replicated", grads="each", opt_state="sharded"),

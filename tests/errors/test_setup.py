@@ -26,16 +26,18 @@ from tests.errors.helpers import (
     step_of,
 )
 
+NUMBERS = f"expected a stage of ZeRO, 0 to {STAGES[-1]}"
+
 
 class Unknown(torch.optim.SGD):
     """An optimizer that fzero has no equivalent of."""
 
 
 MAKING: dict[str, Row] = {
-    "stage 4": (lambda: step_of(4), ValueError, r"stage=4: expected a stage of ZeRO, 0 to 3"),
-    "stage -1": (lambda: step_of(-1), ValueError, r"stage=-1: expected a stage of ZeRO, 0 to 3"),
-    "stage as a string": (lambda: step_of("2"), ValueError, r"stage='2': expected a stage of ZeRO, 0 to 3"),
-    "stage as a float": (lambda: step_of(2.0), (TypeError, ValueError), r"stage=2.0: expected a stage of ZeRO, 0 to 3"),
+    "a stage too many": (lambda: step_of(len(STAGES)), ValueError, rf"stage={len(STAGES)}: {NUMBERS}"),
+    "stage -1": (lambda: step_of(-1), ValueError, rf"stage=-1: {NUMBERS}"),
+    "stage as a string": (lambda: step_of("2"), ValueError, rf"stage='2': {NUMBERS}"),
+    "stage as a float": (lambda: step_of(2.0), (TypeError, ValueError), rf"stage=2.0: {NUMBERS}"),
     "unknown axis": (lambda: step_of(2, axis="tp"), ValueError, r"axis='tp': 'tp' is not an axis of Mesh\(dp=2"),
     "empty axis": (
         lambda: step_of(2, axis=()),
@@ -163,7 +165,7 @@ def with_torch_optimizer() -> Any:
 
 TORCH_OPT = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25)
 TAKEN: dict[str, Row] = {
-    "stage True": (lambda: step_of(True), ValueError, r"stage=True: expected a stage of ZeRO, 0 to 3"),
+    "stage True": (lambda: step_of(True), ValueError, rf"stage=True: {NUMBERS}"),
     "a step that is jitted already": (
         lambda: step_of(2, train_step=fzero.jit(TRAIN_STEP)),
         TypeError,

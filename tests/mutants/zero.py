@@ -20,7 +20,7 @@ PARTITION = ("tests/zero/test_partition.py",)
 UNIT_BUFFERS = ("tests/zero/test_unit_buffers.py",)
 SHARDED_STEP = ("tests/zero/test_sharded_step.py",)
 
-SETUP = ("tests/errors/test_setup.py",)
+SETUP, STAGE_ROWS = ("tests/errors/test_setup.py",), ("tests/zero/test_stages.py",)
 CHANGED_TREES = ("tests/errors/test_changed_trees.py",)
 
 MUTANTS = [
@@ -192,6 +192,17 @@ MUTANTS = [
     ),
     *File("zero/_stages.py", SETUP).faults(
         Fault("stage=True is accepted", "check_stage", never("isinstance(A, bool)")),
+    ),
+    *File("zero/_stages.py", STAGE_ROWS).faults(
+        Fault("two stages are one row", "_stage_table", never("A < stage")),
+        Fault("a state that the stage never holds is accepted", "_stage_table", skipped("check_choice(A, B, choices)")),
+    ),
+    *File("zero/_sharded_step.py", STAGE_ROWS).faults(
+        Fault(
+            "gradients of sharded parameters are reduced for each micro-batch at any stage",
+            "ShardedStep._abstract_boxes",
+            becomes("self.layout.grads if sharded else 'each'", "'each'"),
+        ),
     ),
     *File("optim/_base.py", SETUP).faults(
         Fault("init accepts an optimizer of torch.optim", "as_optimizer", skipped("A(B, C)")),

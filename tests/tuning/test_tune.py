@@ -206,7 +206,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"micro_batches=\(1, 3\): 3 does not divide the 64 samples of a rank, .*; 1, 2, 4, 8, 16, 32, 64 do",
     ),
-    "a stage": ({"stages": (1, 4)}, ValueError, r"stages=\(1, 4\): 4 is not allowed: expected ints from 0 to 3"),
+    "a stage": (
+        {"stages": (1, 9)},
+        ValueError,
+        rf"stages=\(1, 9\): 9 is not allowed: expected ints from 0 to {STAGES[-1]}",
+    ),
     "a true stage": ({"stages": (True,)}, ValueError, r"stages=\(True,\): True is not allowed"),
     "a dtype": (
         {"precision": ("fp8",)},
