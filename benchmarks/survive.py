@@ -53,13 +53,13 @@ step = fzero.jit(step, backend="fx") if sys.argv[2] == "jitted" else step
 batch = mesh.split(torch.ones(8, 64))
 for _ in range(20):
     params, opt_state, _ = step(params, opt_state, batch)
-from fzero._liveness import current_heart
-heart, times, cpu, begin = current_heart(), [], time.process_time(), time.perf_counter()
+from fzero._liveness import current_heartbeat
+heartbeat, times, cpu, begin = current_heartbeat(), [], time.process_time(), time.perf_counter()
 
 def heartbeat_seconds():
-    if heart is None:
+    if heartbeat is None:
         return 0.0
-    fields = open(f"/proc/{heart._process.pid}/stat").read().rpartition(")")[2].split()
+    fields = open(f"/proc/{heartbeat._process.pid}/stat").read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
 
 before = heartbeat_seconds()
@@ -159,10 +159,10 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # else torch's own restar
 PLACE = """
 import tempfile, timeit
 from fzero._liveness._beats import Config
-from fzero._liveness._heart import Heart
-heart = Heart(Config(0, 2, "h", "t", "localhost", 0, 60.0, 300.0, 0), None)
+from fzero._liveness._heartbeat_client import HeartbeatClient
+heartbeat = HeartbeatClient(Config(0, 2, "h", "t", "localhost", 0, 60.0, 300.0, 0), None)
 n = 100_000
-print(min(timeit.repeat(lambda: heart.at("all_gather at train.py:31", True), number=n, repeat=5)) / n)
+print(min(timeit.repeat(lambda: heartbeat.publish("all_gather at train.py:31", True), number=n, repeat=5)) / n)
 """
 
 

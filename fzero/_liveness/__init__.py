@@ -1,17 +1,25 @@
 """Liveness: a heartbeat beside each rank, which tells a slow rank from a lost one, and names the lost one."""
 
-from fzero._liveness._heart import (
-    Heart,
+from fzero._liveness._heartbeat_client import (
+    HeartbeatClient,
     LostRankError,
-    current_heart,
-    keep_heart,
+    current_heartbeat,
     lost_rank_error_of,
+    publish_step,
+    register_heartbeat,
     resume_at,
-    start_heart,
-    step_place,
+    start_heartbeat,
 )
 
 __all__ = ["LostRankError"]
 
 # For other packages of fzero only. They may change in any release.
-INTERNAL = ["Heart", "current_heart", "lost_rank_error_of", "keep_heart", "resume_at", "start_heart", "step_place"]
+INTERNAL = [
+    "HeartbeatClient",
+    "current_heartbeat",
+    "lost_rank_error_of",
+    "publish_step",
+    "register_heartbeat",
+    "resume_at",
+    "start_heartbeat",
+]

@@ -5,7 +5,7 @@
 It is a process and no thread, so that it beats while its rank compiles, waits in a collective, or is stopped. Datagrams
 need no connection: each that arrives counts, however many are lost. It ends with its rank.
 
-The rank writes its place into shared memory (`RECORD`), and lines to this process: "broken TEXT", "raised" and
+The rank writes its activity into shared memory (`RECORD`), and lines to this process: "broken TEXT", "raised" and
 "bye REASON". This process writes lines of JSON to the rank: its port, the verdict, and notices.
 """
 
@@ -27,16 +27,32 @@ __all__ = ["RECORD", "Config", "main"]
 if __name__ == "__main__":  # without the package, which needs torch
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     from _cut_links import Link, LinkEnds, LinkWatch  # pyright: ignore
-    from _judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places  # pyright: ignore
+    from _failure_detector import (  # pyright: ignore
+        GONE,
+        Activity,
+        FailureDetector,
+        LostRank,
+        ProcessClock,
+        RankZeroDetector,
+        show_activities,
+    )
     from _stragglers import Pace, Stragglers  # pyright: ignore
     from _system import ProcessMonitor  # pyright: ignore
 else:
     from fzero._liveness._cut_links import Link, LinkEnds, LinkWatch
-    from fzero._liveness._judge import GONE, Awake, LostRank, Place, RankZeroJudge, WorldJudge, show_places
+    from fzero._liveness._failure_detector import (
+        GONE,
+        Activity,
+        FailureDetector,
+        LostRank,
+        ProcessClock,
+        RankZeroDetector,
+        show_activities,
+    )
     from fzero._liveness._stragglers import Pace, Stragglers
     from fzero._liveness._system import ProcessMonitor
 
-# how many places the rank was at, its step, whether it waits, seconds of work in steps and between, text
+# how many activities the rank has had, its step, whether it waits, seconds of work in steps and between, text
 RECORD = struct.Struct("<qq?dd200s")
 _LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
 _URGENT = 0.1  # seconds between beats while there is something to say
@@ -56,7 +72,7 @@ class Config(NamedTuple):
         port: rank 0's port; 0 for rank 0 itself, which takes a free one.
         limit: a rank is lost after this many seconds without a heartbeat.
         stall: the ranks hang after this many seconds in which no rank gets on.
-        memory: the file descriptor of the place's memory.
+        memory: the file descriptor of the activity's memory.
     """
 
     rank: int
@@ -71,7 +87,7 @@ class Config(NamedTuple):
 
 
 class _Process:
-    """The rank's process as the system sees it, and the place that it writes."""
+    """The rank's process as the system sees it, and the activity that it publishes."""
 
     def __init__(self, config: Config) -> None:
         self._config, self.pid = config, os.getppid()
@@ -83,8 +99,8 @@ class _Process:
         self._is_new, self._is_whole = True, False
         self.end, self.reason, self.broken = "", "", ""
 
-    def place(self, now: float) -> Place:
-        """Return what the rank does. The system is asked once the rank stays at its place."""
+    def activity(self, now: float) -> Activity:
+        """Return what the rank does. The system is asked once the rank stays at its activity."""
         count, step, waiting, *work, text = RECORD.unpack(self._memory[:])
         if not self.end and os.getppid() != self.pid:
             self.end = "died"
@@ -102,7 +118,7 @@ class _Process:
         since = self._ended_at or self._since
         host, reason, broken = self._config.host, self.reason, self.broken
         work, is_known, cut = (work[0], work[1]), self._is_whole, self.links.cut(now)
-        return Place(
+        return Activity(
             host=host,
             process=process,
             step=step,
@@ -119,7 +135,7 @@ class _Process:
         )
 
     def _idle(self, now: float) -> float:
-        """Return for how long the rank used at most the share `_BUSY` at its place."""
+        """Return for how long the rank used at most the share `_BUSY` at its activity."""
         self._state, used, self._is_whole, self.links.silent = self._system.sample(now)
         if self._state == "D":
             return 0.0
@@ -137,19 +153,19 @@ class _Process:
 
 
 class _Heartbeat:
-    """One heartbeat: its socket, its rank's process, and its judge."""
+    """One heartbeat: its socket, its rank's process, and its failure detector."""
 
     def __init__(self, config: Config) -> None:
         """Open the socket, and on rank 0 bind it to a free port, which is told to the trainer."""
         self.config, self.process, self.over = config, _Process(config), False
         self.period = min(max(config.limit / 30, 0.05), 2.0)
-        self.clock = Awake(time.monotonic(), 2 * self.period)
+        self.clock = ProcessClock(time.monotonic(), 2 * self.period)
         where = socket.getaddrinfo(config.address, config.port or None, type=socket.SOCK_DGRAM)[0]
         self.socket = socket.socket(where[0], socket.SOCK_DGRAM)
         self.socket.setblocking(False)
         self.hub_address: Any = where[4]
-        self.member, self.place = RankZeroJudge(config.limit, config.address), Place()
-        self.hub = WorldJudge(config.size, config.limit, config.stall)
+        self.member, self.activity = RankZeroDetector(config.limit, config.address), Activity()
+        self.hub = FailureDetector(config.size, config.limit, config.stall)
         self.addresses: dict[int, Any] = {}
         self.knowing: set[int] = set()  # the ranks that know the verdict
         self.verdict: LostRank | None = None
@@ -164,7 +180,7 @@ class _Heartbeat:
     def run(self) -> None:
         """Beat until the rank has ended."""
         ready = [self.socket, 0]
-        next_beat, ended_at, last_beats, met = 0.0, None, 0, self.config.rank == 0
+        next_beat, ended_at, last_beats, known = 0.0, None, 0, self.config.rank == 0
         while not self.over:
             wait = max(min(next_beat - time.monotonic(), self.period), 0.0)
             for source in select.select(ready, [], [], wait)[0]:
@@ -179,14 +195,14 @@ class _Heartbeat:
                 self.beat(now)
                 last_beats += bool(self.process.end)
                 ending = self.process.end or self.process.broken or self.verdict
-                urgent = ending or not met or self.process.links.probes()
+                urgent = ending or not known or self.process.links.probes()
                 next_beat = time.monotonic() + (min(_URGENT, self.period) if urgent else self.period)
-            self.judge(now)
+            self.send_verdict(now)
             self.end_rank(now)
-            if not met and (self.member.echoed is not None or now > self.config.limit):
-                met = True
+            if not known and (self.member.echoed is not None or now > self.config.limit):
+                known = True
                 if self.member.echoed is not None:
-                    _tell(met=True)
+                    _tell(known=True)
                 else:
                     _tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
             if self.process.end:
@@ -197,7 +213,7 @@ class _Heartbeat:
         """Return whether all who have to know that this rank has ended know it."""
         if self.config.rank:
             return (self.member.echoed or 0.0) > ended_at
-        others = {r for r, p in self.hub.places.items() if r and p.process not in GONE}
+        others = {r for r, p in self.hub.activities.items() if r and p.process not in GONE}
         return not others or (self.verdict is not None and others <= self.knowing)
 
     def read_lines(self) -> bool:
@@ -217,21 +233,21 @@ class _Heartbeat:
 
     def beat(self, now: float) -> None:
         """Say that the rank lives; rank 0 to itself."""
-        place, links = self.process.place(now), self.process.links
-        self.place = place
+        activity, links = self.process.activity(now), self.process.links
+        self.activity = activity
         if self.config.rank == 0:
-            self.hub.hear(0, place, None, now)
+            self.hub.hear(0, activity, None, now)
             self.ends.hear(0, links.sought(), self.process.own(self.ends.questions(0)), now)
             self.find_ends(self.ends_for(0), now)
-            others = {r: p for r, p in self.hub.places.items() if r}
-            self.places = show_places(others)  # once a beat: it grows with the number of ranks
-            paces = {r: Pace(p.step, p.work) for r, p in self.hub.places.items()}
-            if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.places.items()}):
+            others = {r: p for r, p in self.hub.activities.items() if r}
+            self.places = show_activities(others)  # once a beat: it grows with the number of ranks
+            paces = {r: Pace(p.step, p.work) for r, p in self.hub.activities.items()}
+            if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.activities.items()}):
                 _tell(stragglers=self.stragglers.slow_ranks)
             for rank in self.addresses if self.process.end else ():
                 self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
         else:
-            message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "place": place}
+            message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "activity": activity}
             message |= {"sought": links.sought(), "owned": self.process.own(self.asked)}
             self.send({**message, "knows": self.verdict is not None}, self.hub_address)
         for link, port in links.probes():
@@ -283,23 +299,23 @@ class _Heartbeat:
         """Take in a beat of another rank, and reply."""
         rank = message["rank"]
         self.addresses[rank] = address
-        if not self.hub.places:
-            self.beat(now)  # the first reply has rank 0's place
-        self.hub.hear(rank, Place(*message["place"]), message["echo"], now)
+        if not self.hub.activities:
+            self.beat(now)  # the first reply has rank 0's activity
+        self.hub.hear(rank, Activity(*message["activity"]), message["echo"], now)
         self.ends.hear(rank, message["sought"], message["owned"], now)
         self.knowing |= {rank} if message["knows"] else set()
         self.reply(rank, message["sent"], now)
 
     def reply(self, rank: int, echo: float, now: float) -> None:
-        """Send rank 0's place, the verdict, and an echo."""
-        message = {"sent": now, "echo": echo, "place": self.hub.places[0], "places": self.places}
+        """Send rank 0's activity, the verdict, and an echo."""
+        message = {"sent": now, "echo": echo, "activity": self.hub.activities[0], "places": self.places}
         message |= {"asked": self.ends.questions(rank), "ends": self.ends_for(rank)}
         self.send({**message, "verdict": self.hub.verdict}, self.addresses[rank])
 
-    def judge(self, now: float) -> None:
+    def send_verdict(self, now: float) -> None:
         """Send the verdict to the rank, once there is one; rank 0's heartbeat also sends it to the others."""
         member, hub = self.member, self.hub
-        verdict = hub.judge(now) if self.config.rank == 0 else member.judge(now, self.process.broken, self.place)
+        verdict = hub.detect(now) if self.config.rank == 0 else member.detect(now, self.process.broken, self.activity)
         if verdict is not None and self.verdict is None:
             self.verdict, self.verdict_at = verdict, now
             _tell(verdict=verdict)
@@ -310,11 +326,11 @@ class _Heartbeat:
         """Kill the rank if it knows the verdict, and neither raises the error nor works, or works without end."""
         if self.verdict is None or self.raised or self.process.end:
             return
-        place, seconds = self.process.place(now), now - self.verdict_at
-        is_endless = self.verdict.rank == self.config.rank and place.seconds - seconds > 2 * self.config.stall
-        quiet = seconds if is_endless else min(place.idle, seconds)
-        if place.process == "stopped" or quiet > max(self.config.limit / 2, 2.0):
-            text = f"fzero: rank {self.config.rank} is killed, since it did not leave {place}: {self.verdict}\n"
+        activity, seconds = self.process.activity(now), now - self.verdict_at
+        is_endless = self.verdict.rank == self.config.rank and activity.seconds - seconds > 2 * self.config.stall
+        quiet = seconds if is_endless else min(activity.idle, seconds)
+        if activity.process == "stopped" or quiet > max(self.config.limit / 2, 2.0):
+            text = f"fzero: rank {self.config.rank} is killed, since it did not leave {activity}: {self.verdict}\n"
             os.write(2, text.encode())
             if os.getppid() == self.process.pid:  # else it has ended, and another process may have its number
                 os.kill(self.process.pid, signal.SIGKILL)

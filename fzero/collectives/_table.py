@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._liveness import current_heart
+from fzero._liveness import current_heartbeat
 from fzero._torch import allow_in_graph, is_tracing
 from fzero._torch.levels import is_current_vmap
 from fzero._torch.types import Tensors
@@ -273,12 +273,12 @@ class _ApplyLinearMap(torch.autograd.Function):
 
 def _call_local(row: LinearMap, binding: Binding, options: _Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row on one rank of a process group. The other ranks can see that it waits there."""
-    heart = current_heart()
-    if heart is None or not row.operation.kind or is_tracing():
+    heartbeat = current_heartbeat()
+    if heartbeat is None or not row.operation.kind or is_tracing():
         return tuple(row.operation.local(binding, options, xs))
-    heart.at(f"{_label(row, options, xs)} over {binding.axis!r}", waiting=True)
+    heartbeat.publish(f"{_label(row, options, xs)} over {binding.axis!r}", waiting=True)
     ys = tuple(row.operation.local(binding, options, xs))
-    heart.at("work")
+    heartbeat.publish("work")
     return ys
 
 

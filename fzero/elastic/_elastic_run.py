@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from torch.distributed import DistError, destroy_process_group
 
 from fzero._arguments import check_int
-from fzero._liveness import LostRankError, current_heart
+from fzero._liveness import LostRankError, current_heartbeat
 from fzero._notice import warn_once
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
@@ -371,7 +371,7 @@ def _leaving_at_a_saved_step(elastic_run: ElasticRun) -> Iterator[None]:
 
     After 30 s torchrun kills. Without heartbeats a rank could wait so long for one that died, so it ends at once.
     """
-    never_waits_long = current_heart() is not None or elastic_run.mesh.size == 1
+    never_waits_long = current_heartbeat() is not None or elastic_run.mesh.size == 1
     is_main = threading.current_thread() is threading.main_thread()
     if not (elastic_run.mesh.distributed and never_waits_long and is_main):
         yield

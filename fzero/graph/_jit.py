@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fzero import _torch
 from fzero._arguments import check_choice
-from fzero._liveness import current_heart, step_place
+from fzero._liveness import current_heartbeat, publish_step
 from fzero._notice import trouble_link, warn_once
 from fzero._tracebacks import UserFrames, api_boundary
 from fzero.axes import in_lockstep
@@ -261,7 +261,7 @@ class Jitted:
                 on_cpu = step.mesh is None or step.mesh.device.type == "cpu"
                 (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
             entry, lengths = self._entry(arguments, args), self._lengths if self.options.dynamic else None
-            with step_place(step.name):
+            with publish_step(step.name):
 
                 def run(*values: Any, **named: Any) -> Any:
                     is_first = [id(x) for x in values] == [id(x) for x in args]  # else a check runs it on copies
@@ -348,8 +348,8 @@ class Jitted:
 
     def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
-        if (heart := current_heart()) is not None:
-            heart.at(f"tracing {options.step.name}")
+        if (heartbeat := current_heartbeat()) is not None:
+            heartbeat.publish(f"tracing {options.step.name}")
         with refuse_python_state(options.step.name, options.step.train_step):
             entry = build_entry(options, arguments, args, len(self._entries))
         self._log_donation(entry)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fzero import tree
-from fzero._liveness import step_place
+from fzero._liveness import publish_step
 from fzero._torch import is_tracing
 from fzero._torch.types import StrPath
 from fzero._tracebacks import UserFrames, api_boundary
@@ -177,7 +177,7 @@ class LocalSteps:
         parts = parts_of(state.anchor, self.schedule.parts)
         states, anchor = state.inner.trees, state.anchor
         outer_states, sums = [*state.outer_states], [*state.pending_sums]
-        with step_place("the outer step of local_steps", is_own=False):
+        with publish_step("the outer step of local_steps", is_own=False):
             for i in to_send:
                 sums[i] = self.outer_step.start_average(parts[i], anchor, params, states)
             for i in to_apply:

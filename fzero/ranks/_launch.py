@@ -24,7 +24,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from fzero._liveness import Heart, current_heart, keep_heart, start_heart
+from fzero._liveness import HeartbeatClient, current_heartbeat, register_heartbeat, start_heartbeat
 from fzero._notice import trouble_link
 from fzero._torch import default_store
 
@@ -332,13 +332,13 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
         RuntimeError: if a process does not arrive in time (the message names its rank), or if this process was forked
             from a rank.
     """
-    heart = None
+    heartbeat = None
     if world.address:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         store = _open_store(world, TIMEOUT if timeout is None else timeout)
         store.set_timeout(datetime.timedelta(seconds=_patience(TIMEOUT if timeout is None else timeout)))
-        heart = _start_heart(world, store, timeout)
+        heartbeat = _start_heartbeat(world, store, timeout)
         store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
         of_device = torch.distributed.get_default_backend_for_device(device)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{of_device}"
@@ -350,18 +350,18 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
             'start it with the method "spawn" or "forkserver", or create no mesh in it'
         )
     is_real = group is not None and torch.distributed.get_backend(group) not in ("fake",)  # that one has no ranks
-    if not world.address and is_real and current_heart() is None:
-        heart = _start_heart(world, PrefixStore("fzero", default_store()), timeout)
-    if heart is not None:
-        keep_heart(heart, group)
+    if not world.address and is_real and current_heartbeat() is None:
+        heartbeat = _start_heartbeat(world, PrefixStore("fzero", default_store()), timeout)
+    if heartbeat is not None:
+        register_heartbeat(heartbeat, group)
 
 
-def _start_heart(world: World, store: Store, timeout: float | None) -> Heart | None:
+def _start_heartbeat(world: World, store: Store, timeout: float | None) -> HeartbeatClient | None:
     """Start this rank's heartbeat, if there are other ranks and it is wanted."""
     if timeout is None or world.size == 1:
         return None
     address = world.address.rpartition(":")[0] or os.environ.get("MASTER_ADDR", "")
-    return start_heart(store, world.rank, world.size, address, timeout)
+    return start_heartbeat(store, world.rank, world.size, address, timeout)
 
 
 def _open_store(world: World, timeout: float) -> Store:

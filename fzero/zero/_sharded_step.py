@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
-from fzero._liveness import step_place
+from fzero._liveness import publish_step
 from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary
@@ -112,7 +112,7 @@ class ShardedStep:
                 )
             for i, x in enumerate(args):
                 check_not_meta(f"argument {i}", x)
-            with step_place(self.name):
+            with publish_step(self.name):
                 return self.run_checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

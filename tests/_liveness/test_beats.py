@@ -10,7 +10,7 @@ import pytest
 from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config, _Heartbeat, _Process
 from fzero._liveness._cut_links import Link
-from fzero._liveness._judge import LostRank, Place
+from fzero._liveness._failure_detector import Activity, LostRank
 from fzero._liveness._system import _Usage
 
 LINK = Link("10.0.0.2", 1000, "10.0.0.3", 2000)
@@ -19,7 +19,7 @@ LINK = Link("10.0.0.2", 1000, "10.0.0.3", 2000)
 @pytest.fixture
 def monitor(monkeypatch):
     """A rank's processes as the system would show them: the state, the seconds used, and whether that is all."""
-    monitor = types.SimpleNamespace(use=_Usage("S", 0.0, True), file=os.memfd_create("place"))
+    monitor = types.SimpleNamespace(use=_Usage("S", 0.0, True), file=os.memfd_create("activity"))
     os.truncate(monitor.file, RECORD.size)
     monkeypatch.setattr(_beats.ProcessMonitor, "sample", lambda self, now: monitor.use)
     yield monitor
@@ -38,12 +38,12 @@ def test_a_rank_is_idle_for_as_long_as_it_neither_goes_on_nor_works(monitor):
     rank = process(monitor)
     write(monitor, 1, 7, True, "psum at a.py:3")
     for now in range(100):
-        place = rank.place(float(now))
-        assert (place.idle, place.seconds, place.is_known) == (now, now, now > 0)
-    assert str(rank.place(100.0)) == "in step 7, waiting in psum at a.py:3"
+        activity = rank.activity(float(now))
+        assert (activity.idle, activity.seconds, activity.is_known) == (now, now, now > 0)
+    assert str(rank.activity(100.0)) == "in step 7, waiting in psum at a.py:3"
     write(monitor, 2, 7, False, "work")
-    assert rank.place(101.0).idle == 0.0
-    assert rank.place(131.0).idle == 30.0
+    assert rank.activity(101.0).idle == 0.0
+    assert rank.activity(131.0).idle == 30.0
 
 
 def test_a_rank_that_works_is_not_idle(monitor):
@@ -51,41 +51,41 @@ def test_a_rank_that_works_is_not_idle(monitor):
     write(monitor, 1, 7, False, "compiles")
     for now in range(0, 1000, 2):
         monitor.use = _Usage("S", now * 0.5, True)
-        assert rank.place(float(now)).idle < 20
+        assert rank.activity(float(now)).idle < 20
     monitor.use = _Usage("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
     for now in range(1000, 1500, 2):
-        rank.place(float(now))
-    assert rank.place(1500.0).idle > 300
+        rank.activity(float(now))
+    assert rank.activity(1500.0).idle > 300
 
 
-def test_a_place_says_where_the_system_knows_only_a_part_of_its_use(monitor):
+def test_an_activity_says_where_the_system_knows_only_a_part_of_its_use(monitor):
     rank = process(monitor)
     for now in range(3):
         monitor.use = _Usage("S", 0.0, now < 2)
-        assert rank.place(float(now)).is_known == (now == 1)  # at a new place, the system is not asked
+        assert rank.activity(float(now)).is_known == (now == 1)  # at a new place, the system is not asked
 
 
 def test_a_beat_carries_a_cut_link_until_the_rank_moves_on(monitor):
     rank = process(monitor)
-    rank.place(0.0)
+    rank.activity(0.0)
     monitor.use = _Usage("S", 0.0, True, {LINK: 40.0})
-    rank.place(40.0)
+    rank.activity(40.0)
     rank.links.find(LINK, 5, 99, 0.0)
-    assert rank.place(41.0).cut == (5, 40.0)
+    assert rank.activity(41.0).cut == (5, 40.0)
     write(monitor, 1, 7, True, "the next place")
-    assert rank.place(42.0).cut == (-1, 0.0)
+    assert rank.activity(42.0).cut == (-1, 0.0)
 
 
 def test_a_rank_that_waits_for_a_disk_is_not_idle(monitor):
     rank = process(monitor)
-    rank.place(0.0)
+    rank.activity(0.0)
     monitor.use = _Usage("D", 0.0, True)
-    assert rank.place(1000.0).idle == 0.0
+    assert rank.activity(1000.0).idle == 0.0
     monitor.use = _Usage("T", 0.0, True)
-    assert rank.place(1001.0).process == "stopped"
+    assert rank.activity(1001.0).process == "stopped"
 
 
-def heartbeat(place: Place, verdict: LostRank | None, raised: bool) -> _Heartbeat:
+def heartbeat(activity: Activity, verdict: LostRank | None, raised: bool) -> _Heartbeat:
     heartbeat = object.__new__(_Heartbeat)
     heartbeat.config, heartbeat.verdict, heartbeat.verdict_at, heartbeat.raised = (
         Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, 0),
@@ -93,7 +93,7 @@ def heartbeat(place: Place, verdict: LostRank | None, raised: bool) -> _Heartbea
         100.0,
         raised,
     )
-    heartbeat.process = types.SimpleNamespace(pid=os.getppid(), end="", place=lambda now: place)  # pyright: ignore
+    heartbeat.process = types.SimpleNamespace(pid=os.getppid(), end="", activity=lambda now: activity)  # pyright: ignore
     return heartbeat
 
 
@@ -101,21 +101,21 @@ LOST = LostRank(0, "h", "reason", "seen", "")
 
 
 @pytest.mark.parametrize(
-    "place,verdict,raised,now,is_killed",
+    "activity,verdict,raised,now,is_killed",
     [
-        (Place(idle=50.0), LOST, False, 140.0, True),
-        (Place(idle=50.0), LOST, False, 120.0, False),  # not long enough since the verdict
-        (Place(idle=20.0), LOST, False, 200.0, False),  # it works: it writes its files, for instance
-        (Place(idle=50.0), LOST, True, 140.0, False),
-        (Place(idle=50.0), None, False, 140.0, False),
-        (Place(seconds=650.0), LOST._replace(rank=1), False, 140.0, True),  # it is the one that works without end
-        (Place(seconds=650.0), LOST, False, 140.0, False),
-        (Place(seconds=500.0), LOST._replace(rank=1), False, 140.0, False),
-        (Place(process="stopped"), LOST, False, 101.0, True),  # else it would go on later, without the others
+        (Activity(idle=50.0), LOST, False, 140.0, True),
+        (Activity(idle=50.0), LOST, False, 120.0, False),  # not long enough since the verdict
+        (Activity(idle=20.0), LOST, False, 200.0, False),  # it works: it writes its files, for instance
+        (Activity(idle=50.0), LOST, True, 140.0, False),
+        (Activity(idle=50.0), None, False, 140.0, False),
+        (Activity(seconds=650.0), LOST._replace(rank=1), False, 140.0, True),  # it is the one that works without end
+        (Activity(seconds=650.0), LOST, False, 140.0, False),
+        (Activity(seconds=500.0), LOST._replace(rank=1), False, 140.0, False),
+        (Activity(process="stopped"), LOST, False, 101.0, True),  # else it would go on later, without the others
     ],
 )
-def test_a_rank_that_does_not_leave_its_wait_is_killed(monkeypatch, place, verdict, raised, now, is_killed):
+def test_a_rank_that_does_not_leave_its_wait_is_killed(monkeypatch, activity, verdict, raised, now, is_killed):
     killed = []
     monkeypatch.setattr(_beats.os, "kill", lambda *what: killed.append(what))
-    heartbeat(place, verdict, raised).end_rank(now)
+    heartbeat(activity, verdict, raised).end_rank(now)
     assert killed == ([(os.getppid(), signal.SIGKILL)] if is_killed else [])

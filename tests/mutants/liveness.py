@@ -3,44 +3,50 @@
 from tests.mutants.changes import always, becomes, constant, dropped, never, skipped
 from tests.mutants.mutant import Fault, File
 
-JUDGE = ("tests/_liveness/test_judge.py",)
+DETECTOR = ("tests/_liveness/test_failure_detector.py",)
 BEATS = ("tests/_liveness/test_beats.py",)
 SYSTEM = ("tests/_liveness/test_system.py",)
 LINKS = ("tests/_liveness/test_cut_links.py",)
 STRAGGLERS = ("tests/_liveness/test_stragglers.py",)
-HEART = ("tests/_liveness/test_heart.py",)
+CLIENT = ("tests/_liveness/test_heartbeat_client.py",)
 LOST = ("tests/_liveness/test_lost.py",)
 RELEASE = ("tests/_torch/test_release.py",)
 
 MUTANTS = [
-    *File("_liveness/_judge.py", JUDGE).faults(
-        Fault("a heartbeat that stops is ignored", "WorldJudge._lost", never("silent > limit")),
-        Fault("a slow rank is called lost", "WorldJudge._hanging", becomes("all(p.idle > A for p in B)", "True")),
-        Fault("ranks that hang are not told", "WorldJudge._hanging", never("all(p.idle > A for p in B)")),
-        Fault("ranks that are all idle are told late", "WorldJudge._hanging", becomes("p.is_known", "False")),
-        Fault("ranks hang where the system does not tell", "WorldJudge._hanging", becomes("p.is_known", "True")),
-        Fault("a rank that was never heard is not named", "WorldJudge._hanging", dropped("r not in self.places")),
-        Fault("rank 0 is blamed where nothing is heard", "RankZeroJudge.judge", dropped("own.text == FIRST_MESH")),
-        Fault("a rank works without end", "WorldJudge._hanging", never("all(p.seconds > A for p in B)")),
-        Fault("a cut link between two ranks is not told", "WorldJudge._cut", never("any(A for _, seconds in B)")),
-        Fault("a cut link names any of its ends", "WorldJudge._cut", becomes("(ends.count(r), r)", "(0, -r)")),
-        Fault("a stopped rank counts as one that hangs", "WorldJudge._lost", never("p.process != 'stopped'")),
-        Fault("a beat counts without its echo", "WorldJudge.hear", becomes("rank == 0 or A", "True")),
-        Fault("rank 0 is never lost", "RankZeroJudge.judge", never("A and silent > limit")),
+    *File("_liveness/_failure_detector.py", DETECTOR).faults(
+        Fault("a heartbeat that stops is ignored", "FailureDetector._lost", never("silent > limit")),
+        Fault("a slow rank is called lost", "FailureDetector._hanging", becomes("all(p.idle > A for p in B)", "True")),
+        Fault("ranks that hang are not told", "FailureDetector._hanging", never("all(p.idle > A for p in B)")),
+        Fault("ranks that are all idle are told late", "FailureDetector._hanging", becomes("p.is_known", "False")),
+        Fault("ranks hang where the system does not tell", "FailureDetector._hanging", becomes("p.is_known", "True")),
+        Fault(
+            "a rank that was never heard is not named", "FailureDetector._hanging", dropped("r not in self.activities")
+        ),
+        Fault("rank 0 is blamed where nothing is heard", "RankZeroDetector.detect", dropped("own.text == FIRST_MESH")),
+        Fault("a rank works without end", "FailureDetector._hanging", never("all(p.seconds > A for p in B)")),
+        Fault("a cut link between two ranks is not told", "FailureDetector._cut", never("any(A for _, seconds in B)")),
+        Fault("a cut link names any of its ends", "FailureDetector._cut", becomes("(ends.count(r), r)", "(0, -r)")),
+        Fault("a stopped rank counts as one that hangs", "FailureDetector._lost", never("p.process != 'stopped'")),
+        Fault("a beat counts without its echo", "FailureDetector.hear", becomes("rank == 0 or A", "True")),
+        Fault("rank 0 is never lost", "RankZeroDetector.detect", never("A and silent > limit")),
         Fault(
             "a rank that ended is lost before it is missed",
-            "WorldJudge._lost",
+            "FailureDetector._lost",
             becomes("A or (B and C != 'ended')", "True"),
         ),
-        Fault("a stopped process counts as silent never", "WorldJudge.hear", never("place.process != 'stopped'")),
-        Fault("a pause of the judge blames the others", "Awake.tick", becomes("min(A, self._step)", "A")),
-        Fault("a second verdict replaces the first", "RankZeroJudge.hear", dropped("self.verdict is None")),
-        Fault("a text of places has no bound", "show_places", never("A > _LENGTH")),
+        Fault(
+            "a stopped process counts as silent never", "FailureDetector.hear", never("activity.process != 'stopped'")
+        ),
+        Fault(
+            "a pause of rank 0's heartbeat blames the others", "ProcessClock.tick", becomes("min(A, self._step)", "A")
+        ),
+        Fault("a second verdict replaces the first", "RankZeroDetector.hear", dropped("self.verdict is None")),
+        Fault("a text of places has no bound", "show_activities", never("A > _LENGTH")),
     ),
     *File("_liveness/_beats.py", BEATS).faults(
         Fault("a rank that does not leave its wait lives on", "_Heartbeat.end_rank", skipped("os.kill(A, B)")),
         Fault("a rank that works is idle", "_Process._idle", never("used - self._uses[0][1] > A")),
-        Fault("a link is silent at the next place", "_Process.place", skipped("self.links.silent = {}")),
+        Fault("a link is silent at the next place", "_Process.activity", skipped("self.links.silent = {}")),
         Fault("a rank that writes its files is killed", "_Heartbeat.end_rank", becomes("min(A, B)", "B")),
         Fault(
             "a rank that works without end lives on",
@@ -80,20 +86,24 @@ MUTANTS = [
             skipped("self._starts = B", at="2 of 2"),
         ),
     ),
-    *File("_liveness/_heart.py", HEART).faults(
-        Fault("a wait counts as work", "Heart.at", dropped("not self._is_waiting")),
-        Fault("a step counts as between steps", "Heart.begin_step", skipped("self._in_step = True")),
+    *File("_liveness/_heartbeat_client.py", CLIENT).faults(
+        Fault("a wait counts as work", "HeartbeatClient.publish", dropped("not self._is_waiting")),
+        Fault("a step counts as between steps", "HeartbeatClient.begin_step", skipped("self._in_step = True")),
     ),
-    *File("_liveness/_heart.py", HEART).faults(
+    *File("_liveness/_heartbeat_client.py", CLIENT).faults(
         Fault(
-            "a restarted rank counts its steps from 0", "Heart.resume", becomes("self._step = step", "self._step = 0")
+            "a restarted rank counts its steps from 0",
+            "HeartbeatClient.resume",
+            becomes("self._step = step", "self._step = 0"),
         ),
         Fault(
-            "a part of a step counts as a step", "Heart.begin_step", becomes("self._step += is_own", "self._step += 1")
+            "a part of a step counts as a step",
+            "HeartbeatClient.begin_step",
+            becomes("self._step += is_own", "self._step += 1"),
         ),
     ),
-    *File("_liveness/_heart.py", LOST).faults(
-        Fault("waits are not released", "Heart._listen", skipped("release_waits(A)")),
+    *File("_liveness/_heartbeat_client.py", LOST).faults(
+        Fault("waits are not released", "HeartbeatClient._listen", skipped("release_waits(A)")),
     ),
     *File("_torch/release.py", RELEASE).faults(
         Fault(

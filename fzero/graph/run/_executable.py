@@ -24,8 +24,8 @@ from fzero.graph.run._clock import (
     source_of_segment,
     timed_graph,
 )
-from fzero.graph.run._places import at_place
 from fzero.graph.run._program import LoopProgram, Program
+from fzero.graph.run._published_waits import published_wait
 from fzero.graph.run._segment import Segment
 from fzero.graph.run._segment_compiler import Code, Runs, name_of_code
 from fzero.sharding import flatten_by_copies, flatten_leaves
@@ -131,7 +131,7 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
     for node in graph.nodes:
         loop = loop_of(node)
         f = _loop_function(loop) if loop else _REPLACEMENTS.get(node.target, node.target)
-        node.target = at_place(f, node.args[0], line_of(node)) if node.target is WAIT else f
+        node.target = published_wait(f, node.args[0], line_of(node)) if node.target is WAIT else f
     module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -271,7 +271,7 @@ def _compiled_instruction(x: Any, compiled: Mapping[str, Runs]) -> _CompiledInst
         f, origin = x.target.function([run_segments(program, compiled) for program in x.target.programs]), None
     else:
         f, origin = _REPLACEMENTS.get(x.target, x.target), x.line
-        f = at_place(f, x.arguments.args[0], x.line) if x.target is WAIT else f
+        f = published_wait(f, x.arguments.args[0], x.line) if x.target is WAIT else f
     return _CompiledInstruction(
         is_segment=False, f=f, arguments=x.arguments.values, out=x.out, free=x.free, origin=origin
     )

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fzero._liveness import current_heart
+from fzero._liveness import current_heartbeat
 
 __all__ = ["Hint", "straggler_hints"]
 
@@ -30,5 +30,5 @@ class Hint(NamedTuple):
 
 def straggler_hints() -> list[Hint]:
     """Name the ranks that work longer than the others; none without heartbeats, and on other ranks than rank 0."""
-    heart = current_heart()
-    return [] if heart is None else [Hint("straggler", str(x)) for x in heart.stragglers]
+    heartbeat = current_heartbeat()
+    return [] if heartbeat is None else [Hint("straggler", str(x)) for x in heartbeat.stragglers]

@@ -1,4 +1,4 @@
-"""The places of a graph at which a rank waits for other ranks, for its heartbeat to show."""
+"""Waits of a graph for other ranks, which the rank publishes by its heartbeat."""
 
 import functools
 import operator
@@ -8,36 +8,36 @@ from typing import Any
 
 from torch.fx import Node
 
-from fzero._liveness import current_heart
+from fzero._liveness import current_heartbeat
 from fzero._torch import line_of
 from fzero.graph.run._clock import profiler_name
 
-__all__ = ["at_place"]
+__all__ = ["published_wait"]
 
 
-def at_place(f: Callable[..., Any], collective: Any, line: str) -> Callable[..., Any]:
-    """Return the function of a wait that publishes its place; `f` itself if this process has no heartbeat.
+def published_wait(f: Callable[..., Any], collective: Any, line: str) -> Callable[..., Any]:
+    """Return the function of a wait that publishes itself; `f` itself if this process has no heartbeat.
 
     Args:
         f: a function that waits.
         collective: the node that it waits for.
         line: the user's source line, as "file:line"; "" for that of the collective.
     """
-    if current_heart() is None:
+    if current_heartbeat() is None:
         return f
-    place = _describe(collective, line)
+    activity = _describe(collective, line)
 
     @functools.wraps(f)
-    def wait_at_place(*args: Any) -> Any:
-        heart = current_heart()
-        if heart is None:
+    def publish_and_wait(*args: Any) -> Any:
+        heartbeat = current_heartbeat()
+        if heartbeat is None:
             return f(*args)
-        heart.at(place, waiting=True)
+        heartbeat.publish(activity, waiting=True)
         out = f(*args)
-        heart.at("work")
+        heartbeat.publish("work")
         return out
 
-    return wait_at_place
+    return publish_and_wait
 
 
 def _describe(collective: Any, line: str) -> str:

@@ -21,24 +21,24 @@ from typing import Any
 
 from fzero._liveness import _beats
 from fzero._liveness._beats import RECORD, Config
-from fzero._liveness._judge import FIRST_MESH, LostRank
+from fzero._liveness._failure_detector import FIRST_MESH, LostRank
 from fzero._liveness._stragglers import Straggler
 from fzero._notice import trouble_link
 from fzero._torch.release import is_connection_error, release_waits
 
 __all__ = [
-    "Heart",
+    "HeartbeatClient",
     "LostRankError",
-    "current_heart",
-    "keep_heart",
+    "current_heartbeat",
     "lost_rank_error_of",
+    "publish_step",
+    "register_heartbeat",
     "resume_at",
-    "start_heart",
-    "step_place",
+    "start_heartbeat",
 ]
 
 _SHARE = 6  # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
-_MEET = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
+_KNOWN_WITHIN = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
 _GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
 _log = logging.getLogger("fzero")
 
@@ -65,11 +65,11 @@ class LostRankError(RuntimeError):
 LostRankError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
-class Heart:
+class HeartbeatClient:
     """The end of a heartbeat in its rank.
 
-    The process `_beats.py` beats. This object writes the rank's place into memory that the process reads, and a thread
-    waits for what the process says.
+    The process `_beats.py` beats. This object writes the rank's activity into memory that the process reads, and a
+    thread waits for what the process says.
 
     Attributes:
         limit: a rank is lost after this many seconds without a heartbeat.
@@ -87,9 +87,9 @@ class Heart:
         self._is_waiting, self._in_step, self._since = False, False, time.perf_counter()
         self._work, self._between = 0.0, 0.0
         self.stragglers: list[Straggler] = []
-        self._judged, self._met = threading.Event(), threading.Event()
+        self._verdict_event, self._known_event = threading.Event(), threading.Event()
         with _memory() as file:
-            self._place = mmap.mmap(file, RECORD.size)
+            self._activity = mmap.mmap(file, RECORD.size)
             words = json.dumps(config._replace(memory=file))
             command = [sys.executable, "-I", "-S", str(pathlib.Path(_beats.__file__)), words]
             self._process = subprocess.Popen(command, stdin=-1, stdout=-1, pass_fds=[file])
@@ -97,11 +97,11 @@ class Heart:
         self._to, self._from = self._process.stdin, self._process.stdout
         if config.rank == 0:
             self.port = json.loads(self._from.readline() or '{"port": 0}')["port"]
-            self._met.set()
+            self._known_event.set()
         threading.Thread(target=self._listen, daemon=True, name="fzero heartbeat").start()
-        self.at(FIRST_MESH, waiting=True)
+        self.publish(FIRST_MESH, waiting=True)
 
-    def at(self, text: str, waiting: bool = False) -> None:
+    def publish(self, text: str, waiting: bool = False) -> None:
         """Publish what this rank does now, and whether it waits for other ranks there."""
         self._count += 1
         since, self._since = self._since, time.perf_counter()
@@ -111,26 +111,26 @@ class Heart:
             self._between += self._since - since
         self._is_waiting = waiting
         work = (self._work, self._between)
-        self._place[:] = RECORD.pack(self._count, self._step, waiting, *work, text.encode())
+        self._activity[:] = RECORD.pack(self._count, self._step, waiting, *work, text.encode())
 
-    def meet(self) -> None:
+    def wait_until_known(self) -> None:
         """Wait until rank 0's heartbeat knows this one, which takes a moment where heartbeats can pass."""
-        self._met.wait(_MEET)
+        self._known_event.wait(_KNOWN_WITHIN)
 
     def resume(self, step: int) -> None:
         """Publish that the run goes on from a checkpoint, after so many steps."""
         self._step = step
-        self.at("work")
+        self.publish("work")
 
     def begin_step(self, name: str, is_own: bool = True) -> None:
         """Publish that a step begins; or a part of the last one, if it is no step of its own."""
         self._step += is_own
-        self.at(name)
+        self.publish(name)
         self._in_step = True
 
     def end_step(self) -> None:
         """Publish that a step has ended."""
-        self.at("between steps")
+        self.publish("between steps")
         self._in_step = False
 
     def lost_rank_error_of(self, error: BaseException) -> LostRankError | None:
@@ -141,10 +141,10 @@ class Heart:
         if isinstance(error, LostRankError) or os.getpid() != self._owner:
             return None
         if self.lost is None and is_connection_error(error):
-            self._say(f"broken {' '.join(str(error).split())[:200]}")
-            self._judged.wait(self.limit + _GRACE)
+            self._send(f"broken {' '.join(str(error).split())[:200]}")
+            self._verdict_event.wait(self.limit + _GRACE)
         if self.lost is not None and isinstance(error, RuntimeError | OSError):
-            self._say("raised")
+            self._send("raised")
             return self.lost
         return None
 
@@ -154,13 +154,13 @@ class Heart:
             return
         error = getattr(sys, "last_value", None)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        self._say(f"bye {' '.join(reason.split())[:200]}")
+        self._send(f"bye {' '.join(reason.split())[:200]}")
         with contextlib.suppress(OSError):
             self._to.close()
         if _CURRENT[-1:] == [self]:
             _CURRENT.clear()
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the heartbeat has ended
             self._to.write(f"{line}\n".encode())
             self._to.flush()
@@ -172,25 +172,25 @@ class Heart:
                 message: dict[str, Any] = json.loads(line)
                 if "notice" in message:
                     _log.warning("%s", message["notice"])
-                elif "met" in message:
-                    self._met.set()
+                elif "known" in message:
+                    self._known_event.set()
                 elif "stragglers" in message:
                     self.stragglers = [Straggler(*x) for x in message["stragglers"]]
                 elif self.lost is None:
                     self.lost = LostRankError(LostRank(*message["verdict"]))
                     _log.error("%s", self.lost)
-                    self._judged.set()
+                    self._verdict_event.set()
                     release_waits(self._store)
         self._process.wait()
-        self._judged.set()  # nobody would set them
-        self._met.set()
+        self._verdict_event.set()  # nobody would set them
+        self._known_event.set()
 
 
 @contextmanager
 def _memory() -> Iterator[int]:
     """Open a file for the memory that a rank shares with its heartbeat."""
     if hasattr(os, "memfd_create"):
-        file = os.memfd_create("fzero-place")
+        file = os.memfd_create("fzero-activity")
         try:
             os.truncate(file, RECORD.size)
             yield file
@@ -202,15 +202,15 @@ def _memory() -> Iterator[int]:
             yield f.fileno()
 
 
-_CURRENT: list[Heart] = []  # at most one: that of the default process group
+_CURRENT: list[HeartbeatClient] = []  # at most one: that of the default process group
 
 
-def current_heart() -> Heart | None:
-    """Return the heart of this process's world; None without one, as in a simulation."""
+def current_heartbeat() -> HeartbeatClient | None:
+    """Return the heartbeat of this process's world; None without one, as in a simulation."""
     return _CURRENT[0] if _CURRENT else None
 
 
-def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) -> Heart | None:
+def start_heartbeat(store: Any, rank: int, size: int, address: str, timeout: float) -> HeartbeatClient | None:
     """Start the heartbeat of a rank. The ranks find rank 0's by the store. Without rank 0's there are none.
 
     Args:
@@ -219,55 +219,55 @@ def start_heart(store: Any, rank: int, size: int, address: str, timeout: float) 
         size: the number of ranks.
         address: rank 0's name or address; "" for the name of rank 0's host.
         timeout: a silent rank is lost after `_SHARE` of it, and ranks that are all idle hang after as long. Where the
-            system does not tell what they use, that takes all of it. Endless work at one place takes twice of it.
+            system does not tell what they use, that takes all of it. Endless work at one place takes twice as long.
     """
     key, runs = "fzero/heartbeat", bool(sys.executable)  # a program that embeds Python has none
     host, limit = socket.gethostname(), timeout / _SHARE
     config = partial(Config, rank=rank, size=size, host=host, limit=limit, stall=timeout, memory=0)
     if rank == 0:
         token, where = secrets.token_hex(8), address or host
-        heart = Heart(config(token=token, address=where, port=0), store) if runs else None
-        port = 0 if heart is None else heart.port
+        heartbeat = HeartbeatClient(config(token=token, address=where, port=0), store) if runs else None
+        port = 0 if heartbeat is None else heartbeat.port
         store.set(key, json.dumps([token, where, port]))
         if port == 0:
             _log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
-        return heart if port else None
+        return heartbeat if port else None
     token, where, port = json.loads(store.get(key))
-    return Heart(config(token=token, address=where, port=port), store) if runs and port else None
+    return HeartbeatClient(config(token=token, address=where, port=port), store) if runs and port else None
 
 
-def keep_heart(heart: Heart, group: Any) -> None:
-    """Keep a heart until its process group or this process ends."""
-    heart.meet()
-    heart.at("work")
-    _CURRENT[:] = [heart]
-    weakref.finalize(group, heart.stop)
+def register_heartbeat(heartbeat: HeartbeatClient, group: Any) -> None:
+    """Keep a heartbeat until its process group or this process ends."""
+    heartbeat.wait_until_known()
+    heartbeat.publish("work")
+    _CURRENT[:] = [heartbeat]
+    weakref.finalize(group, heartbeat.stop)
 
 
 def lost_rank_error_of(error: BaseException | None) -> LostRankError | None:
     """Return the error that names the lost rank, if an error comes from a connection to it; see the method."""
-    heart = current_heart()
-    return None if heart is None or error is None else heart.lost_rank_error_of(error)
+    heartbeat = current_heartbeat()
+    return None if heartbeat is None or error is None else heartbeat.lost_rank_error_of(error)
 
 
 @contextmanager
-def _in_step(heart: Heart, name: str, is_own: bool) -> Iterator[None]:
-    heart.begin_step(name, is_own)
+def _in_step(heartbeat: HeartbeatClient, name: str, is_own: bool) -> Iterator[None]:
+    heartbeat.begin_step(name, is_own)
     yield
-    heart.end_step()
+    heartbeat.end_step()
 
 
 _NOTHING = contextlib.nullcontext()
 
 
-def step_place(name: str, is_own: bool = True) -> contextlib.AbstractContextManager[None]:
+def publish_step(name: str, is_own: bool = True) -> contextlib.AbstractContextManager[None]:
     """Return a context that publishes that this rank runs a step, or a part of the last one."""
-    heart = current_heart()
-    return _NOTHING if heart is None else _in_step(heart, name, is_own)
+    heartbeat = current_heartbeat()
+    return _NOTHING if heartbeat is None else _in_step(heartbeat, name, is_own)
 
 
 def resume_at(step: int) -> None:
     """Count this rank's steps from those that its run did before, as its checkpoint says."""
-    heart = current_heart()
-    if heart is not None:
-        heart.resume(step)
+    heartbeat = current_heartbeat()
+    if heartbeat is not None:
+        heartbeat.resume(step)

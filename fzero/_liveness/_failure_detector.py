@@ -1,6 +1,6 @@
 """Decide from heartbeats which rank is lost. Pure state: the time is an argument, and no function waits or sends.
 
-Rank 0's heartbeat judges all ranks by their beats; every other rank's heartbeat judges rank 0 by its replies. A beat
+Rank 0's heartbeat watches all ranks by their beats; every other rank's heartbeat watches rank 0 by its replies. A beat
 counts once its echo is back, so a link that is cut in one direction is noticed at both ends.
 
 This file and `_beats.py` import only the standard library: the process of a heartbeat has no torch.
@@ -10,17 +10,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["FIRST_MESH", "GONE", "Awake", "LostRank", "Place", "RankZeroJudge", "WorldJudge", "show_places"]
+__all__ = [
+    "FIRST_MESH",
+    "GONE",
+    "Activity",
+    "FailureDetector",
+    "LostRank",
+    "ProcessClock",
+    "RankZeroDetector",
+    "show_activities",
+]
 
-FIRST_MESH = "the first mesh"  # the place of a rank that waits for the others there
+FIRST_MESH = "the first mesh"  # the activity of a rank that waits for the others there
 GONE = ("ended", "failed", "died")  # how a process can be gone: normally, by an exception, or without a word
-_SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' places arrive
+_SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' activities arrive
 _HASTE = 6  # once a connection has broken, a rank is lost after this fraction of the limit
-_LENGTH = 1200  # bytes of a text of places, so that a datagram is one packet
+_LENGTH = 1200  # bytes of a text of activities, so that a datagram is one packet
 
 
-class Awake:
-    """A clock that stands still while this process does not run, so that a pause of the judge blames nobody."""
+class ProcessClock:
+    """A clock that stands still while this process does not run, so that a pause of it blames nobody."""
 
     def __init__(self, start: float, step: float) -> None:
         self._last, self._step, self.now = start, step, 0.0
@@ -32,8 +41,8 @@ class Awake:
         return self.now
 
 
-class Place(NamedTuple):
-    """The doings of one rank, as its heartbeat sees them.
+class Activity(NamedTuple):
+    """What one rank does, as its heartbeat sees it.
 
     Attributes:
         host: the name of its host.
@@ -43,7 +52,7 @@ class Place(NamedTuple):
         waiting: whether it waits there for other ranks.
         seconds: how long it has been there; for a process that is stopped or gone, how long that has been so.
         idle: how many seconds it has been there without using a processor, a disk or the network.
-        count: how many places it has been at.
+        count: how many activities it has had.
         reason: the exception of a process that failed.
         broken: the message of a connection that broke, "" if none did.
         work: how many seconds it has worked in steps and between them, without its waits.
@@ -104,18 +113,18 @@ def _number(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
-def show_places(places: Mapping[int, Place]) -> str:
-    """Format the places of ranks, those at one place together, in at most `_LENGTH` characters."""
+def show_activities(activities: Mapping[int, Activity]) -> str:
+    """Format the activities of ranks, equal ones together, in at most `_LENGTH` characters."""
     groups: dict[str, list[int]] = {}
-    for rank, place in sorted(places.items()):
-        process = "" if place.process == "runs" else f" ({place.process})"
-        groups.setdefault(f"{place}{process}", []).append(rank)
+    for rank, activity in sorted(activities.items()):
+        process = "" if activity.process == "runs" else f" ({activity.process})"
+        groups.setdefault(f"{activity}{process}", []).append(rank)
     text = ""
-    for count, (place, ranks) in enumerate(groups.items()):
-        hosts = list(dict.fromkeys(places[r].host for r in ranks))
+    for count, (activity, ranks) in enumerate(groups.items()):
+        hosts = list(dict.fromkeys(activities[r].host for r in ranks))
         where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
-        longest = max(places[r].seconds for r in ranks)
-        more = f"{'; ' if text else ''}{_number(ranks)} {where} {place} for {longest:.0f} s"
+        longest = max(activities[r].seconds for r in ranks)
+        more = f"{'; ' if text else ''}{_number(ranks)} {where} {activity} for {longest:.0f} s"
         if len(text) + len(more) > _LENGTH:
             return f"{text}; and {len(groups) - count} more places"
         text += more
@@ -123,15 +132,15 @@ def show_places(places: Mapping[int, Place]) -> str:
 
 
 @dataclass
-class WorldJudge:
-    """Rank 0's judge of all ranks.
+class FailureDetector:
+    """Rank 0's detector of lost ranks.
 
     Attributes:
         size: the number of ranks.
         limit: a rank is lost after this many seconds without an echo; the ranks hang if all are idle for as long.
         stall: they hang after this many idle seconds if the system does not tell all that they use. A rank that works
             at one place while the others wait for it is lost after twice as many.
-        places: what each rank that was heard does.
+        activities: what each rank that was heard does.
         echoed: when the newest reply was sent whose echo a rank has returned.
         verdict: the first verdict; there is no second one.
     """
@@ -139,46 +148,46 @@ class WorldJudge:
     size: int
     limit: float
     stall: float
-    places: dict[int, Place] = field(default_factory=dict)
+    activities: dict[int, Activity] = field(default_factory=dict)
     echoed: dict[int, float] = field(default_factory=dict)
     verdict: LostRank | None = None
     _broken_at: float | None = None
     _stopped_at: dict[int, float] = field(default_factory=dict)
 
-    def hear(self, rank: int, place: Place, echo: float | None, now: float) -> None:
+    def hear(self, rank: int, activity: Activity, echo: float | None, now: float) -> None:
         """Take in a beat. Its first beat counts as an echo, since no reply came before it."""
-        self.places[rank] = place
+        self.activities[rank] = activity
         newest = now if rank == 0 or rank not in self.echoed else echo or 0.0
         self.echoed[rank] = max(self.echoed.get(rank, 0.0), newest)
-        if place.broken and self._broken_at is None:
+        if activity.broken and self._broken_at is None:
             self._broken_at = now
-        if place.process != "stopped":
+        if activity.process != "stopped":
             self._stopped_at.pop(rank, None)
         else:
             self._stopped_at.setdefault(rank, now)
 
-    def judge(self, now: float) -> LostRank | None:
+    def detect(self, now: float) -> LostRank | None:
         """Return the verdict, if there is one by now."""
         if self.verdict is None:
             for rank, reason in self._lost(now):
-                place = self.places.get(rank, _UNKNOWN)
-                others = {r: self._shown(r, p, now) for r, p in self.places.items() if r != rank}
+                activity = self.activities.get(rank, _UNKNOWN)
+                others = {r: self._shown(r, p, now) for r, p in self.activities.items() if r != rank}
                 self.verdict = LostRank(
-                    rank=rank, host=place.host, reason=reason, seen=str(place), places=show_places(others)
+                    rank=rank, host=activity.host, reason=reason, seen=str(activity), places=show_activities(others)
                 )
                 break
         return self.verdict
 
-    def _shown(self, rank: int, place: Place, now: float) -> Place:
+    def _shown(self, rank: int, activity: Activity, now: float) -> Activity:
         silent = now - self.echoed[rank]
-        is_silent = place.process not in GONE and silent > self.limit / (2 * _HASTE)
-        return place._replace(process="silent", seconds=place.seconds + silent) if is_silent else place
+        is_silent = activity.process not in GONE and silent > self.limit / (2 * _HASTE)
+        return activity._replace(process="silent", seconds=activity.seconds + silent) if is_silent else activity
 
     def _lost(self, now: float) -> Iterator[tuple[int, str]]:
         """Yield lost ranks, and why, the surest first."""
-        alive = {r: p for r, p in self.places.items() if p.process not in GONE}
-        broken = next((p.broken for p in self.places.values() if p.broken), "")
-        gone = {r: p for r, p in self.places.items() if p.process in GONE}
+        alive = {r: p for r, p in self.activities.items() if p.process not in GONE}
+        broken = next((p.broken for p in self.activities.values() if p.broken), "")
+        gone = {r: p for r, p in self.activities.items() if p.process in GONE}
         is_missed = self._broken_at is not None and now - self._broken_at > _SETTLE
         is_awaited = any(p.waiting and p.idle > self.limit for p in alive.values())
         for process in reversed(GONE):
@@ -193,13 +202,13 @@ class WorldJudge:
             if now - self._stopped_at.get(rank, now) > limit:
                 yield rank, f"its process has been stopped (SIGSTOP) for {now - self._stopped_at[rank]:.0f} s"
         if self._broken_at is not None and now - self._broken_at > self.limit:
-            rank = next(r for r, p in self.places.items() if p.broken)
+            rank = next(r for r, p in self.activities.items() if p.broken)
             yield rank, f"a connection of it broke, though every rank answers ({broken})"
         yield from self._cut(alive)
         if any(p.waiting for p in alive.values()) and all(p.process != "stopped" for p in alive.values()):
             yield from self._hanging(alive)
 
-    def _cut(self, alive: Mapping[int, Place]) -> Iterator[tuple[int, str]]:
+    def _cut(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank at most ends of links that carry nothing, though all ranks answer."""
         cuts = {r: p.cut for r, p in alive.items() if p.cut[1] > self.limit / 2}
         ends = [end for r, cut in cuts.items() for end in (r, cut[0])]
@@ -211,50 +220,50 @@ class WorldJudge:
             yield rank, f"nothing has come through {between} for {seconds:.0f} s, though both reach rank 0's host"
 
     def _host(self, rank: int) -> str:
-        return self.places[rank].host if rank in self.places else "?"
+        return self.activities[rank].host if rank in self.activities else "?"
 
-    def _hanging(self, alive: Mapping[int, Place]) -> Iterator[tuple[int, str]]:
+    def _hanging(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank that the others wait for, if none gets on; or that works at one place without end."""
         rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
         others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
         if all(p.idle > (self.limit if p.is_known else self.stall) for p in alive.values()):
-            yield from ((r, "no heartbeat of it has ever come") for r in range(self.size) if r not in self.places)
+            yield from ((r, "no heartbeat of it has ever come") for r in range(self.size) if r not in self.activities)
             yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"
         if all(p.seconds > 2 * self.stall for p in alive.values()):
             yield rank, f"it has worked at one place for {alive[rank].seconds:.0f} s, and {others}"
 
 
-def _how_gone(place: Place) -> str:
+def _how_gone(activity: Activity) -> str:
     texts = {
         "ended": "its script ended while others wait for it",
-        "failed": f"it raised {place.reason}",
+        "failed": f"it raised {activity.reason}",
         "died": "its process died without a word (killed, out of memory, or crashed)",
     }
-    return texts[place.process]
+    return texts[activity.process]
 
 
-_UNKNOWN = Place()
+_UNKNOWN = Activity()
 
 
 @dataclass
-class RankZeroJudge:
-    """Another rank's judge of rank 0.
+class RankZeroDetector:
+    """Another rank's detector of the loss of rank 0.
 
     Attributes:
         limit: rank 0 is lost after this many seconds without an echo.
         address: the name or address of its host.
         echoed: when the newest beat was sent that rank 0 has echoed; None before the first.
         heard: the time of rank 0's newest reply, by rank 0's clock, to be echoed.
-        place: what rank 0 does.
+        activity: what rank 0 does.
         places: what the other ranks do, as text.
-        verdict: rank 0's verdict, or this judge's own.
+        verdict: rank 0's verdict, or this detector's own.
     """
 
     limit: float
     address: str = "?"
     echoed: float | None = None
     heard: float | None = None
-    place: Place = _UNKNOWN
+    activity: Activity = _UNKNOWN
     places: str = ""
     verdict: LostRank | None = None
 
@@ -262,29 +271,29 @@ class RankZeroJudge:
         """Take in a reply of rank 0."""
         self.heard = max(self.heard or 0.0, reply["sent"])
         self.echoed = max(self.echoed or 0.0, reply["echo"])
-        self.place, self.places = Place(*reply["place"]), reply["places"]
+        self.activity, self.places = Activity(*reply["activity"]), reply["places"]
         if reply["verdict"] and self.verdict is None:
             self.verdict = LostRank(*reply["verdict"])
 
-    def judge(self, now: float, broken: str, own: Place = _UNKNOWN) -> LostRank | None:
+    def detect(self, now: float, broken: str, own: Activity = _UNKNOWN) -> LostRank | None:
         """Return the verdict, if there is one by now.
 
         Args:
             now: the time, in seconds.
             broken: the message of a broken connection, "" if none broke.
-            own: this rank's place.
+            own: what this rank does.
         """
         if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit:
             self.verdict = LostRank(
-                rank=0, host=self.address, reason="no heartbeat of it has ever come", seen=str(self.place), places=""
+                rank=0, host=self.address, reason="no heartbeat of it has ever come", seen=str(self.activity), places=""
             )
         if self.verdict is None and self.echoed is not None:
             silent, limit = now - self.echoed, self.limit / _HASTE if broken else self.limit
-            if self.place.process in GONE and broken:
-                self.verdict = self._on_rank_0(_how_gone(self.place))
-            elif self.place.process not in GONE and silent > limit:
+            if self.activity.process in GONE and broken:
+                self.verdict = self._on_rank_0(_how_gone(self.activity))
+            elif self.activity.process not in GONE and silent > limit:
                 self.verdict = self._on_rank_0(f"no heartbeat came through for {silent:.0f} s")
         return self.verdict
 
     def _on_rank_0(self, reason: str) -> LostRank:
-        return LostRank(rank=0, host=self.place.host, reason=reason, seen=str(self.place), places=self.places)
+        return LostRank(rank=0, host=self.activity.host, reason=reason, seen=str(self.activity), places=self.places)

@@ -9,27 +9,27 @@ import torch
 
 import fzero
 from fzero import errors
-from fzero._liveness import _heart, start_heart, step_place
+from fzero._liveness import _heartbeat_client, publish_step, start_heartbeat
 from fzero._liveness._beats import RECORD
-from fzero._liveness._judge import LostRank
+from fzero._liveness._failure_detector import LostRank
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer")
 
 
 @pytest.fixture
-def hearts():
+def heartbeats():
     store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    hearts = [start_heart(store, rank, 2, "localhost", 5.0) for rank in range(2)]
-    yield hearts
-    for heart in hearts:
-        assert heart is not None
-        heart.stop()
-        heart._process.wait(10)
+    heartbeats = [start_heartbeat(store, rank, 2, "localhost", 5.0) for rank in range(2)]
+    yield heartbeats
+    for heartbeat in heartbeats:
+        assert heartbeat is not None
+        heartbeat.stop()
+        heartbeat._process.wait(10)
 
 
-def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(hearts):
-    first, second = hearts
-    second.meet()
+def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(heartbeats):
+    first, second = heartbeats
+    second.wait_until_known()
     second.begin_step("train_step")
     assert first.lost_rank_error_of(ValueError("gloo/transport")) is None  # of the user's own
     second.stop()
@@ -40,49 +40,49 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(hearts):
     assert first.lost_rank_error_of(lost) is None
 
 
-def test_seconds_of_work_within_and_between_steps_leave_waits_out(hearts):
-    heart, pauses = hearts[0], []
+def test_seconds_of_work_within_and_between_steps_leave_waits_out(heartbeats):
+    heartbeat, pauses = heartbeats[0], []
     for place in ("step", "wait", "between"):
         begin = time.perf_counter()
         if place == "step":
-            heart.begin_step("train_step")
+            heartbeat.begin_step("train_step")
         elif place == "wait":
-            heart.at("psum", waiting=True)
+            heartbeat.publish("psum", waiting=True)
         else:
-            heart.at("work")
-            heart.end_step()
+            heartbeat.publish("work")
+            heartbeat.end_step()
         time.sleep(0.2)
         pauses.append(time.perf_counter() - begin)
-    heart.at("the end")
-    in_steps, between = RECORD.unpack(heart._place[:])[3:5]
+    heartbeat.publish("the end")
+    in_steps, between = RECORD.unpack(heartbeat._activity[:])[3:5]
     assert 0.2 <= in_steps < pauses[0] + 0.15 and between >= 0.2
 
 
-def test_a_restarted_rank_counts_the_steps_of_its_run(hearts, tmp_path, monkeypatch):
+def test_a_restarted_rank_counts_the_steps_of_its_run(heartbeats, tmp_path, monkeypatch):
     """Those before its checkpoint, too; a part of a step is none."""
-    first, second = hearts
-    second.meet()
+    first, second = heartbeats
+    second.wait_until_known()
     with fzero.checkpoint.checkpoints(tmp_path) as runs:
         runs.save(120, {"w": torch.ones(3)})
-    monkeypatch.setattr(_heart, "_CURRENT", [second])
+    monkeypatch.setattr(_heartbeat_client, "_CURRENT", [second])
     fzero.checkpoint.checkpoints(tmp_path).restore({"w": torch.zeros(3)})
-    with step_place("train_step"), step_place("the outer step", is_own=False):
+    with publish_step("train_step"), publish_step("the outer step", is_own=False):
         second.stop()
     lost = first.lost_rank_error_of(BROKEN)
     assert lost.seen in ("in step 121, the outer step", "in step 121, between steps")  # when its heartbeat looks
 
 
-def test_without_its_heartbeat_process_a_rank_explains_no_broken_connection(hearts):
-    hearts[1]._process.kill()
+def test_without_its_heartbeat_process_a_rank_explains_no_broken_connection(heartbeats):
+    heartbeats[1]._process.kill()
     start = time.monotonic()
-    assert hearts[1].lost_rank_error_of(BROKEN) is None
+    assert heartbeats[1].lost_rank_error_of(BROKEN) is None
     assert time.monotonic() - start < 5  # it would wait for 11 s
 
 
 def test_without_a_python_to_run_there_are_no_heartbeats(monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "")
     store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    assert [start_heart(store, rank, 2, "localhost", 5.0) for rank in range(2)] == [None, None]
+    assert [start_heartbeat(store, rank, 2, "localhost", 5.0) for rank in range(2)] == [None, None]
     assert "no heartbeats: rank 0's could not start" in caplog.text
 
 
