@@ -99,7 +99,7 @@ def test_a_known_schedule_is_never_longer_than_the_greedy_order_in_its_memory(kn
     (name, stages), given_durations = known, data.draw(durations(known[1] * ranks))
     schedule_ = schedule(name, ranks, micro_batches, stages, **given_durations)
     cap = None if name == "gpipe" else schedule_.in_flight
-    loop, split = "v" if name == "zbv" else "loop", name in ("zb", "zbv")
+    loop, split = "v" if name == "zbv" else "loop", NAMES[name].splits_backward
     other = greedy(ranks, micro_batches, stages, placement=loop, cap=cap, split=split, **given_durations)
     assert schedule_.timing(**given_durations).makespan <= other.timing(**given_durations).makespan * (1 + 1e-9)
 
