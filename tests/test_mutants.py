@@ -159,7 +159,7 @@ def test_the_lines_and_comments_around_a_change_stay():
         ("f", becomes("A + B", "A", at="2 of 2"), "has 1 places for becomes('A + B', 'A') in 'f'"),
         ("f", constant("x", "y"), "has 0 places"),
         ("f", never("A"), "places for never('A') in 'f'"),
-        ("f", swapped("+", "-"), "has 2 places"),
+        ("f", swapped("+", "-"), 'in \'f\': at="1 of 2" takes the first, at="all" each'),
         ("h", never("A < B"), "has no 'h'"),
         ("f", becomes("math.floor(A)", "helpers(A)"), "knows no helpers in 'f'"),
         ("f", becomes("A + A", "A"), "has 0 places"),

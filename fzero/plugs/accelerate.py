@@ -107,7 +107,7 @@ def shard_loop(
     Args:
         accelerator: the accelerator. It has neither prepared the model nor the optimizer.
         model: the model, in training mode.
-        optimizer: an AdamW, Adam, SGD or Adagrad of torch, of the model's parameters.
+        optimizer: torch's AdamW, Adam, SGD or Adagrad, of the model's parameters.
         loss: `loss(model, batch)` returns the loss of one micro-batch, a 0-d tensor.
         stage: the ZeRO stage, 0 to 3.
         max_norm: the largest norm of the gradients; None for no clipping.

@@ -79,7 +79,8 @@ class Change(NamedTuple):
             return fits
         if len(fits) == int(count or 1) >= int(nth or 1):
             return [fits[int(nth or 1) - 1]]
-        raise LookupError(f"has {len(fits)} places for {self.words} in {where!r}")
+        remedy = f': at="1 of {len(fits)}" takes the first, at="all" each' if len(fits) > 1 else ""
+        raise LookupError(f"has {len(fits)} places for {self.words} in {where!r}{remedy}")
 
     def matches(self, place: Place) -> Iterator[Match]:
         """Yield what the pattern's letters stand for at a place that it fits."""

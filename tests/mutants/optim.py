@@ -152,6 +152,21 @@ MUTANTS = [
             skipped("A[B] = A[C]"),
         ),
     ),
+    *File("optim/_one_moment.py", OPTIM_LAWS).faults(
+        Fault("nesterov looks ahead by the whole buffer", "sgd.update", becomes("momentum * b", "b", at="2 of 2")),
+        Fault("Adagrad's sums forget earlier squares", "adagrad.update", becomes("s + g * g", "g * g")),
+        Fault("Lion decays no parameter", "lion", dropped("add_decayed_weights(A, B)")),
+    ),
+    *File("optim/_adam.py", OPTIM_LAWS).faults(
+        Fault("Adam decays", "adam", becomes("0.0", "0.1")),
+        Fault("LAMB has no trust ratio", "lamb", dropped("scale_by_trust_ratio()")),
+    ),
+    *File("optim/_adafactor.py", OPTIM_LAWS).faults(
+        Fault("Adafactor clips no step", "adafactor.step", becomes("(A / B).clamp(min=1)", "1")),
+    ),
+    *File("optim/_muon.py", OPTIM_LAWS).faults(
+        Fault("Muon decays no parameter", "muon.update", bare("A - rate * B * p")),
+    ),
     *File("optim/_adam.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),

@@ -1,5 +1,6 @@
 """One table of optimizers, and the laws that each obeys: torch's or optax's numbers, on every layout, jitted too."""
 
+import functools
 import inspect
 import json
 import math
@@ -12,10 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
-from fzero import optim, tree
+from fzero import optim, testing, tree
 from fzero._dtypes import sum_dtype
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import LEAST, cases, either, examples, train_step_for
+from tests.mutants import MUTANTS
 from tests.optim.helpers import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
 from tests.optim.table import FALLING, TABLE, biases, small_loss, small_params
 from tests.zero.helpers import RULES, loss_of_tree
@@ -69,6 +71,37 @@ def test_the_table_has_every_public_optimizer():
     missing = sorted(makers - with_row - {*WITHOUT_ROW})
     assert not missing, f"fzero.optim has {missing}: add a row to TABLE in {table}"
     assert not {*WITHOUT_ROW} & with_row | {*WITHOUT_ROW} - makers, "WITHOUT_ROW: remove what has a row or is gone"
+
+
+def whole_optimizers() -> list[str]:
+    """Names of the public functions that take a rate and return a whole optimizer, not a link of a chain."""
+    functions = {name: f for name in optim.__all__ if inspect.isfunction(f := getattr(optim, name))}
+    first = {name: next(iter(inspect.signature(f).parameters), None) for name, f in functions.items()}
+    return [name for name in first if first[name] == "learning_rate" and not name.startswith("scale_by_")]
+
+
+def test_random_tests_draw_every_optimizer(monkeypatch):
+    names, made = whole_optimizers(), set()
+    assert {"adamw", "sgd", "muon"} <= {*names}, "no longer found by the first argument"
+
+    def noted(make: Any) -> Any:
+        @functools.wraps(make)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            made.add(make.__name__)
+            return make(*args, **kwargs)
+
+        return note
+
+    for name in names:
+        monkeypatch.setattr(optim, name, noted(getattr(optim, name)))
+    testing.optimizers()
+    assert not {*names} - made, f"optimizers in fzero/testing.py: add {sorted({*names} - made)}"
+
+
+def test_every_optimizer_has_a_planted_fault():
+    planted = {mutant.symbol.split(".")[0] for mutant in MUTANTS if mutant.file.startswith("optim/")}
+    missing = sorted({*whole_optimizers()} - planted)
+    assert not missing, f"tests/mutants/optim.py: plant a fault in {missing}"
 
 
 # The numbers of others.

@@ -155,6 +155,8 @@ def test_every_optimizer_that_plugs_translate_is_tested_and_on_their_pages():
     for page in ("trainer", "lightning", "accelerate"):
         text = (ROOT / f"docs/{page}.md").read_text()
         assert f"torch's {', '.join(first)} and {last}" in text, f"docs/{page}.md: the optimizers that it translates"
+    text = (ROOT / "fzero/plugs/accelerate.py").read_text()
+    assert f"torch's {', '.join(first)} or {last}" in text, "fzero/plugs/accelerate.py: the docstring of shard_loop"
 
 
 @pytest.mark.parametrize("name", cases(["AdamW", "Adam", "SGD"], OPTIMIZERS))
