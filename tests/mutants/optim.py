@@ -143,6 +143,7 @@ MUTANTS = [
         Fault(
             "Muon takes one part of a split matrix for the matrix", "_map_stack_of_owner", becomes("reversed(A)", "()")
         ),
+        Fault("Muon decays no parameter", "muon.update", bare("A - rate * B * p")),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("sharding/elements/_segments.py", OPTIM_LAWS).faults(
@@ -163,9 +164,6 @@ MUTANTS = [
     ),
     *File("optim/_adafactor.py", OPTIM_LAWS).faults(
         Fault("Adafactor clips no step", "adafactor.step", becomes("(A / B).clamp(min=1)", "1")),
-    ),
-    *File("optim/_muon.py", OPTIM_LAWS).faults(
-        Fault("Muon decays no parameter", "muon.update", bare("A - rate * B * p")),
     ),
     *File("optim/_adam.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
