@@ -163,7 +163,7 @@ MUTANTS = [
         Fault("LAMB has no trust ratio", "lamb", dropped("scale_by_trust_ratio()")),
     ),
     *File("optim/_adafactor.py", OPTIM_LAWS).faults(
-        Fault("Adafactor clips no step", "adafactor.step", becomes("(A / B).clamp(min=1)", "1")),
+        Fault("Adafactor clips no step", "adafactor.update", becomes("(A / B).clamp(min=1)", "1")),
     ),
     *File("optim/_adam.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
