@@ -1,5 +1,6 @@
 """Rules: functions of a leaf's path and the leaf that decide how a tree is sharded."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -78,6 +79,20 @@ class _StackRule(Protocol):
         ...
 
 
+@runtime_checkable
+class _NamedRule(Protocol):
+    """A rule of `split` that finds leaves by names in their paths, each of which must find one."""
+
+    @property
+    def axis(self) -> str:
+        """The axis over which it splits leaves."""
+        ...
+
+    def unused_names(self, paths: Sequence[str]) -> list[str]:
+        """List the names that stand in no path of a tree."""
+        ...
+
+
 class LayoutRules(NamedTuple):
     """The rules by which a tree is sharded, each a function of a leaf's path and the leaf.
 
@@ -100,6 +115,11 @@ class LayoutRules(NamedTuple):
     def stacked(self, paths: Sequence[str], sizes: Mapping[str, int]) -> dict[str, StackedList]:
         """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
         return {axis: stack for rule in self.stacks for axis, stack in rule.stacked(paths, sizes).items()}
+
+    def unused_names(self, paths: Sequence[str], axes: Sequence[str]) -> list[str]:
+        """List the names in rules of `split`, for some axes, that stand in no path of a tree."""
+        rules = [rule for rule in rules_in(self.split) if isinstance(rule, _NamedRule) and rule.axis in axes]
+        return [name for rule in rules for name in rule.unused_names(paths)]
 
 
 DEFAULT_RULES = LayoutRules()
@@ -144,11 +164,23 @@ def rules_in(split: SplitRule | None) -> tuple[SplitRule, ...]:
     return () if split is None else (split, *inner)
 
 
+def _check_parameters(name: str, rule: Callable[..., Any], expected: str) -> None:
+    """Check that a rule takes a path and a leaf, as far as its signature is known."""
+    try:
+        signature = inspect.signature(rule)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind("path", None)
+    except TypeError:
+        raise TypeError(f"{name}: the rule takes {signature}: expected a function (path, leaf) -> {expected}") from None
+
+
 def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: SplitRules | None) -> LayoutRules:
     """Return the layout rules that the arguments `units`, `over` and `split` mean.
 
     Raises:
-        TypeError: if an argument is no rule; `over` may also be names of axes.
+        TypeError: if an argument is no rule, or takes other arguments; `over` may also be names of axes.
     """
     split_rule: Any = join_rules(split)
     for name, rule, expected in (
@@ -157,10 +189,16 @@ def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: Split
     ):
         if rule is not None and not callable(rule):
             raise TypeError(f"{name}={rule!r}: expected a rule, a function (path, leaf) -> {expected}")
+    if units is not None:
+        _check_parameters("units", units, "the name of a unit, or None")
+    for split_part in rules_in(split_rule):
+        _check_parameters("split", split_part, "{axis: dimension}")
     pipeline_axes = tuple(
         [name for rule in rules_in(split_rule) if isinstance(rule, _PipelineRule) for name in rule.pipeline_axes]
     )
     stacks = tuple([rule for rule in rules_in(split_rule) if isinstance(rule, _StackRule)])
+    if callable(over):
+        _check_parameters("over", over, "names of axes")
     if over is None or callable(over):
         return LayoutRules(units, over, split_rule, pipeline_axes=pipeline_axes, stacks=stacks)
     if not isinstance(over, str | tuple | list) or not all(isinstance(name, str) for name in over):

@@ -33,9 +33,12 @@ def all_or_none(task: str, run: Callable[[], _T], mesh: Mesh | None) -> _T:
     """Run a function on all ranks, and raise on all ranks if it raises on one.
 
     Raises:
+        TypeError: if `mesh` is not a mesh.
         CheckpointError: if the function raised on another rank; a `DamagedError` if it raised only those. A rank raises
             its own error instead, unless that is a `DamagedError` and another rank's error is not.
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4), or None")
     result, error = _try(run)
     if mesh is not None and mesh.distributed:
         kind = 0 if error is None else 1 if isinstance(error, DamagedError) else 2

@@ -88,9 +88,9 @@ def functional(
         `(apply, params, buffers)`.
 
     Raises:
-        TypeError: if `module` is not a module. Also if a module in it is wrapped by DDP or FSDP or compiled, or holds
-            a DTensor: these would silently not synchronise under torch.func. Also if `context` names an axis, or
-            `chunked_loss` is set, and the module is no model of transformers.
+        TypeError: if `module` is not a module, or `tp` is not its layers. Also if a module in it is wrapped by DDP or
+            FSDP or compiled, or holds a DTensor: these would silently not synchronise under torch.func. Also if
+            `context` names an axis, or `chunked_loss` is set, and the module is no model of transformers.
         ValueError: if a parameter or buffer is uninitialised (lazy modules). Also if a parameter has a hook on its
             gradient, which torch.func never calls, or a module has a hook on its backward pass, which torch.func
             refuses. Also if an attribute holds a tensor that was computed from parameters. Also if a function in an
@@ -109,6 +109,11 @@ def functional(
     """
     if isinstance(ignore_writes, str):
         raise TypeError(f"ignore_writes={ignore_writes!r} is a str: expected a list of paths, [{ignore_writes!r}]")
+    if tp is not None and not isinstance(tp, Layers):
+        raise TypeError(
+            f"tp={tp!r}: expected the layers of the module, fzero.parallel.tensor.layers(module), which takes a plan, "
+            "a dict from names to styles"
+        )
     context_axis = None if context is None else checked_context(module, context)
     head = check_head(module) if chunked_loss else None
     params, frozen, buffers = tensors_of(module)

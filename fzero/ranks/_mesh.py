@@ -309,7 +309,12 @@ class Mesh:
 
         def part(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
-            if x.ndim == 0 or x.shape[0] % n:
+            if x.ndim == 0:
+                raise ValueError(
+                    f"{tree.leaf_name('batch', path)} is a tensor of shape [], which cannot be split over the {n} "
+                    f"ranks of {self!r}: pass it as an argument of its own, or mesh.split(x, ()) for all ranks"
+                )
+            if x.shape[0] % n:
                 raise ValueError(
                     f"{tree.leaf_name('batch', path)} is {list(x.shape)}: dimension 0 must be divisible by the {n} "
                     f"ranks of {self!r}; drop or pad the last batch{trouble_link('shapes-that-change')}"

@@ -171,6 +171,7 @@ def value_and_grad(
         )
     loss_and_aux = total_and_aux(f, has_aux) if reduce == "weighted" else with_aux(f, has_aux)
 
+    @api_boundary
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         options.check_call(args)
         opened = _open(args, kwargs, options)

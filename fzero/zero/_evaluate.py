@@ -54,6 +54,7 @@ def evaluate(
         batch, and the sum of their weights. Both are in float32 at least, and equal on all ranks.
 
     Raises:
+        TypeError: if `step` is not a sharded step; when called, if the last argument is not a number of rows.
         ValueError: when called, if a value is not one number per example. The message names the value. Also if `axis`
             names an axis that is not among those of the step's batch.
 
@@ -70,6 +71,11 @@ def evaluate(
     axes = _example_axes(step, axis)
 
     def totals(*args: Any) -> Any:
+        if len(args) < 2 or (not isinstance(args[-1], int) and getattr(args[-1], "ndim", 1)):
+            raise TypeError(
+                "evaluate's program takes (params, ..., batch, rows), and the last argument is no number of rows: take "
+                "both from fzero.data.once, or pass the number of examples of the global batch"
+            )
         *trees, batch, rows = args
         out = f(*_full(trees, gather, precision), batch)
         values, weights = out if weighted else (out, None)
@@ -110,6 +116,7 @@ def predict(
         A program that returns the tree with tensors `[N b, ...]`, in the order of the global batch, on all ranks.
 
     Raises:
+        TypeError: if `step` is not a sharded step.
         ValueError: when called, if a result does not have b rows. The message names the result. Also if `axis` names
             an axis that is not among those of the step's batch.
 
@@ -136,6 +143,8 @@ def predict(
 
 def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
     """Return the axes over which examples are split."""
+    if not hasattr(step, "data_axes"):
+        raise TypeError(f"step is {_name(step)}: expected the step that fzero.shard(train_step, ...) returns")
     axes = step.data_axes if axis is None else step.mesh.names(axis)
     if other := [name for name in axes if name not in step.data_axes]:
         raise ValueError(f"axis={axis!r}: {other[0]!r} is not among the axes of the step's batch, {step.data_axes}")

@@ -1,17 +1,21 @@
 """Checks when a sharded step is made, and its state: the train step, the optimizer, and leaves without values."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero._arguments import did_you_mean
 from fzero._notice import warn_once
+from fzero.axes import LayoutRules
 from fzero.graph import Jitted
 from fzero.optim import Optimizer, OptimizerLike, torch_optimizer_message
+from fzero.ranks import Mesh
+from fzero.sharding import Shard, Slot, is_box, traced_spec
 
-__all__ = ["check_not_meta", "check_optimizer", "check_train_step"]
+__all__ = ["check_not_meta", "check_optimizer", "check_splits", "check_train_step"]
 
 
 def check_optimizer(opt: OptimizerLike, optimizer: Optimizer, stage: int, on_shards: bool) -> None:
@@ -28,6 +32,36 @@ def check_optimizer(opt: OptimizerLike, optimizer: Optimizer, stage: int, on_sha
             f"stage={stage} runs the optimizer on flat shards, and this optimizer declares exact_on_shards=False: "
             "it needs whole leaves; wrap it with optim.on_full_leaves(opt), or use stage=0"
         )
+
+
+def check_splits(boxes: Any, rules: LayoutRules, mesh: Mesh, data_axes: Sequence[str]) -> None:
+    """Check that every name in the rules of `split` finds a leaf, since a leaf that is not split trains on wrong sums.
+
+    A notice names an axis over which nothing is split.
+
+    Args:
+        boxes: the boxes of the parameters within a step.
+        rules: the step's rules for layouts.
+        mesh: the step's mesh.
+        data_axes: the axes over which batches are split.
+
+    Raises:
+        ValueError: if a name finds no leaf.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(boxes, is_box)
+    if unused := rules.unused_names(paths, mesh.axis_names):
+        ends = sorted({path.rpartition(".")[2] for path in paths} | set(paths))
+        raise ValueError(
+            f"split: no parameter has the name {unused[0]!r}, so it would not be split, and be wrong in sums over the "
+            f"ranks: expected ends of paths such as {paths[0]!r}{did_you_mean(unused[0], ends)}"
+        )
+    split = {s.axis for x in leaves if isinstance(x, Shard | Slot) for s in traced_spec(x.spec_id).split}
+    for name, size in mesh.shape:
+        if size > 1 and name not in {*data_axes, *split, *rules.pipeline_axes}:
+            warn_once(
+                f"fzero.shard: axis={tuple(data_axes)} does not average over {name!r}, and split= splits no parameter "
+                f"over it, so the {size} ranks along {name!r} compute the same"
+            )
 
 
 def check_not_meta(name: str, values: Any) -> None:

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._liveness import publish_step
 from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
-from fzero._tracebacks import UserFrames, api_boundary
+from fzero._tracebacks import UserFrames, api_boundary, api_boundary_with
 from fzero.axes import DEFAULT_RULES, DiffersByRankError, LayoutRules
 from fzero.optim import Optimizer, OptimizerLike, OptState, Params, as_optimizer, watch_roles
 from fzero.ranks import Mesh, Spmd, check_equal
@@ -31,7 +31,7 @@ from fzero.zero._call_checks import (
 from fzero.zero._fill import fill_template
 from fzero.zero._leaf_supply import supply_like
 from fzero.zero._rerun import CallHistory, Rerun, run_and_compare
-from fzero.zero._setup_checks import check_not_meta, check_optimizer
+from fzero.zero._setup_checks import check_not_meta, check_optimizer, check_splits
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, stage_layouts
 from fzero.zero._unit_buffers import in_unit_buffers
@@ -242,6 +242,7 @@ class ShardedStep:
         with torch.inference_mode(False), torch.no_grad():
             step = self._with_dtypes_of(optimizer)
             params, step_boxes = step._shard_values("params", params, "step.init(..., donate=True)" if donate else None)
+            check_splits(step_boxes, self.rules, self.mesh, self.data_axes)
             check_host_memory(step.program(optimizer.init), step_boxes, params, optimizer, self.mesh)
             opt_state = step._make_state(params, optimizer)
             params = optimizer.cast_and_offload(params)
@@ -370,7 +371,7 @@ class ShardedStep:
             del result  # so each leaf is freed when it is copied
             return tree.unflatten(structure, in_unit_buffers(leaves, step_boxes))
 
-    @api_boundary
+    @api_boundary_with("gather takes one tree: step.gather((params, opt_state))")
     def gather(self, params: Tree) -> Tree:
         """Gather every box of a tree into full tensors, with split leaves joined, outside the step.
 

@@ -1,5 +1,7 @@
 """The source of a tree's leaves: a tree, a function that returns one, or a module."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +28,29 @@ def make_source(label: str, values: Any, lazy: bool, donated_to: str | None = No
     Raises:
         ValueError: if a module is partly on the meta device, or the tree is sharded. The message names the parameter
             or the leaf.
-        TypeError: if a leaf is no dense tensor. The message names it.
+        TypeError: if a leaf is no dense tensor. The message names it. Also if a function returns a module.
     """
     if isinstance(values, torch.nn.Module):
         values = initializer(values) if is_on_meta(values) else trainable_params(values)
     if not callable(values):
         return make_supply(label, values, donated_to)
-    source = try_trace(values) if lazy else None
-    return make_supply(label, values(), donated_to) if source is None else source
+    make = _refuse_module(values)
+    source = try_trace(make) if lazy else None
+    return make_supply(label, make(), donated_to) if source is None else source
+
+
+def _refuse_module(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the function, with an error if it returns a module."""
+
+    @functools.wraps(make)
+    def make_tree() -> Any:
+        values = make()
+        if isinstance(values, torch.nn.Module):
+            kind = type(values).__name__
+            raise TypeError(
+                f"the function returned a module, {kind}: pass the module itself, step.init(module, opt), built within "
+                'torch.device("meta") if it does not fit'
+            )
+        return values
+
+    return make_tree

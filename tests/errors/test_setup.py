@@ -108,7 +108,7 @@ BATCHES: dict[str, Row] = {
     "split of a 0-d leaf": (
         lambda: TWO.split({"x": X, "lr": torch.ones(())}),
         ValueError,
-        r"batch leaf 'lr' is \[\]: dimension 0 must be divisible by the 2 ranks",
+        r"batch leaf 'lr' is a tensor of shape \[\], which cannot be split over the 2 ranks",
     ),
     "split of a string": (lambda: TWO.split({"x": "hello"}), TypeError, r"batch leaf 'x' is 'hello'.*tensor"),
     "split of a number": (lambda: TWO.split([X, 3]), TypeError, r"batch leaf '1' is 3.*tensor"),

@@ -45,6 +45,11 @@ MUTANTS = [
             becomes("all_gather_numbers(A, mesh) if B else C", "C"),
         ),
     ),
+    *File("zero/_setup_checks.py", ("tests/errors/test_first_hour.py",)).faults(
+        Fault("a misspelt name of a split leaf trains on wrong sums", "check_splits", never("(unused := A)")),
+        Fault("an axis over which nothing is split is silent", "check_splits", never("A > 1 and B")),
+        Fault("axes that split leaves are reported too", "check_splits", becomes("{*A, *split, *B}", "{*A, *B}")),
+    ),
     *File("zero/_setup_checks.py", SETUP).faults(
         Fault("a step with torch.optim is not refused", "check_train_step", never("isinstance(A, torch.optim.B)")),
         Fault("a jitted step is sharded, and runs eagerly", "check_train_step", never("isinstance(A, Jitted)")),

@@ -46,6 +46,11 @@ class _ExpertSplit:
             )
         return {self.axis: 0}
 
+    def unused_names(self, paths: Sequence[str]) -> list[str]:
+        """List the names that are part of no path."""
+        parts = {part for path in paths for part in path.split(".")}
+        return [name for name in self.names if name not in parts]
+
 
 @api_boundary
 def split(*names: str, axis: str = "ep") -> SplitRule:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 from fzero import tree
-from fzero._tracebacks import api_boundary
+from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, join_rules, loss_axes, micro_batch
 from fzero.parallel.pipeline._execution import run_on_ranks
 from fzero.parallel.pipeline._model import (
@@ -315,7 +315,7 @@ class Pipeline:
         return call_without_axis(self.axis, on_ranks, stages, list(slots), rest)
 
 
-@api_boundary
+@api_boundary_with("a pipeline is made of functions: fzero.pipeline(block=, first=, last=, micro_batches=)")
 def pipeline(
     *,
     block: Callable[..., Any],

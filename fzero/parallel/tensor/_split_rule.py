@@ -1,6 +1,6 @@
 """The rule that splits leaves over an axis by their names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,10 @@ class _SplitByName:
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         dim = match_suffix(path, dict(self.dims))
         return None if dim is None or not axis_if_bound(self.axis) else {self.axis: dim}
+
+    def unused_names(self, paths: Sequence[str]) -> list[str]:
+        """List the names that end no path."""
+        return [name for name, _ in self.dims if not any(match_suffix(path, {name: True}) for path in paths)]
 
 
 def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:

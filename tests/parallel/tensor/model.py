@@ -17,6 +17,7 @@ DIMS = {
     **{"up": -1, "up_bias": 0, "down": 0},
 }
 SPLIT = tp.split(DIMS)
+TIED = tp.split({name: dim for name, dim in DIMS.items() if name != "head"})
 
 
 def params_of(tied: bool = False, seed: int = 0) -> dict[str, Any]:

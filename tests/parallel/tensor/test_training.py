@@ -10,7 +10,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import cases, examples, train_step_for
-from tests.parallel.tensor.model import OPT, SPLIT, batch_of, loss_for, params_of, plain_loss
+from tests.parallel.tensor.model import OPT, SPLIT, TIED, batch_of, loss_for, params_of, plain_loss
 
 BATCHES = [batch_of(seed=i) for i in range(2)]
 MESHES = st.sampled_from(
@@ -31,7 +31,7 @@ def test_tensor_parallel_training_on_any_mesh_equals_dense(mesh, stage, micro, s
     """With a global clip, micro-batches, remat, tied embeddings, and the residual stream cut or not: to 1e-12."""
     params = params_of(tied)
     mine, plain = (train_step_for(f, OPT, micro_batches=micro) for f in (loss_for(sequence, remat), plain_loss))
-    options: Any = {"split": SPLIT, "axis": "dp"}
+    options: Any = {"split": TIED if tied else SPLIT, "axis": "dp"}
     assert_equivalent(mine, params, OPT, BATCHES, (stage,), meshes=[mesh], **options)
     for batch in BATCHES:  # and the function without axes is the plain one
         actual, expected = (step(params, OPT.init(params), batch) for step in (mine, plain))
