@@ -13,6 +13,8 @@ from fzero import optim
 
 T = TypeVar("T")
 
+ALL_STAGES = range(len(fzero.zero.STAGES))
+
 # one schedule, so that jit compares no others: where the schedule is not what a test is about
 LEAST: dict[str, Any] = {"prefetch": 0, "in_flight": 0, "bucket_bytes": 0, "max_reuse_bytes": 0, "recompute": False}
 

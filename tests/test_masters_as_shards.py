@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close, stages, trees, world_sizes
-from tests.helpers import LEAST, cases, examples
+from tests.helpers import ALL_STAGES, LEAST, cases, examples
 from tests.precision_steps import integers, linear_loss, step_of, wide_norm
 
 HALF = [torch.bfloat16, torch.float16]
@@ -69,7 +69,7 @@ def test_masters_as_shards_train_as_masters_in_the_state(params, half, rule, sta
     assert_trees_close(results[1], results[0], rtol=0.0)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", cases((4,), (1, 2, 8)))
 def test_stage_3_holds_12_bytes_an_element(stage, n):
     """Adam's 8 and a master's 4, between steps. Other stages hold what they held."""
@@ -98,7 +98,7 @@ def test_masters_as_shards_are_gathered_in_half_precision(k):
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 1}])
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_split_leaves_with_masters_as_shards_train_as_with_masters_in_the_state(stage, axes):
     results = []
     for precision in policies(full=wide_norm):

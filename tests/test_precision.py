@@ -17,7 +17,7 @@ from fzero import optim, tree
 from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import cases, either, examples, mlp_batch, mlp_loss, mlp_params
+from tests.helpers import ALL_STAGES, cases, either, examples, mlp_batch, mlp_loss, mlp_params
 from tests.precision_steps import HALF, MICRO_BATCHES, integers, linear_loss, step_of, trained, unsharded, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
@@ -132,7 +132,7 @@ def test_inductor_in_half_precision_trains_as_eager():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 @pytest.mark.parametrize("k", [2, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 4)]])
 def test_half_precision_halves_the_bytes_on_the_wire(stage, k):
     """Half precision is gathered in half the bytes; sums are in the policy's dtype, and the update's grads too."""
@@ -209,7 +209,7 @@ def test_leaves_kept_in_full_precision_have_no_second_copy():
     assert_trees_close(whole, {"w": torch.ones(4), "n": torch.full((3,), 1 / 3)}, rtol=0.0)
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 @pytest.mark.parametrize("lazy", [False, True])
 def test_masters_start_with_all_their_bits(stage, lazy):
     """The parameters are cast after the masters were made, also those that an init function makes leaf by leaf."""
@@ -305,7 +305,7 @@ def test_updates_smaller_than_the_last_bit_add_up():
     assert params["w"].tolist() == [1 - 2.0**-7] * 3
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_ties_stay_tied(stage):
     precision = fzero.Precision(torch.bfloat16)
     opt = optim.master_weights(optim.sgd(2.0**-3), precision)
@@ -341,7 +341,7 @@ def test_split_and_hybrid_units_follow_the_precision_policy():
             )
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_micro_batches_are_summed_in_the_gradients_dtype(stage):
     """256 + 1 is 256 in bfloat16."""
     precision, mesh = fzero.Precision(torch.bfloat16), fzero.mesh(dp=2)
@@ -388,7 +388,7 @@ def test_the_error_of_a_precision_policy_names_its_wrong_argument():
         optim.static_loss_scale(optim.sgd(0.1), 0)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_forgotten_precision_option_is_refused(stage):
     """A policy that silently did nothing is the classic bug: each place says so, and where."""
     precision = fzero.Precision(torch.bfloat16)

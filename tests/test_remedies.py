@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from tests.helpers import cases, train_step_for
+from tests.helpers import ALL_STAGES, cases, train_step_for
 
 MESH = fzero.mesh(dp=2)
 PARAMS = {"w": torch.ones(4, 3), "v": torch.ones(3)}
@@ -91,7 +91,7 @@ def test_a_tensor_that_a_jitted_step_took_names_the_steps_results():
     assert "or jit with donate=()" in message and "step.init" not in message
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize(
     "used, made, message",
     [

@@ -12,10 +12,10 @@ from hypothesis import Phase, find, given, settings
 import fzero
 from fzero import optim, testing, tree
 from fzero.testing import assert_equivalent, assert_trees_close, is_exact_on_shards
-from tests.helpers import cases, either, train_step_for
+from tests.helpers import ALL_STAGES, cases, either, train_step_for
 from tests.parallel.pipeline import model as pipelines
 
-STAGES = range(len(fzero.zero.STAGES))
+STAGES = ALL_STAGES
 PARAMS = {"a": [{"w": torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)}], "b": torch.ones(2).double()}
 OPT = optim.sgd(0.1, momentum=0.9)
 

@@ -12,7 +12,7 @@ import fzero
 from fzero import PerRank, optim
 from fzero.testing import assert_trees_close
 from tests.distributed.launch import python
-from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
 def lockstep(**axes: int) -> fzero.ranks.Mesh:
@@ -75,7 +75,7 @@ def test_an_expert_that_only_one_rank_uses():
         assert got == pytest.approx([1 - 0.3 * 2 / 3, 2, 3 - 0.3 * 2 * 6 / 3, 4])
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_dropout_is_the_same_at_every_run(stage):
     apply, params, buffers = fzero.nn.functional(
         torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Dropout(0.5), torch.nn.Linear(9, 3)).double()

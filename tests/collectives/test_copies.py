@@ -10,7 +10,7 @@ import torch
 import fzero
 from fzero import PerRank, optim
 from fzero.testing import assert_equivalent
-from tests.helpers import cases, train_step_for
+from tests.helpers import ALL_STAGES, cases, train_step_for
 
 OPT = optim.sgd(0.1)
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -87,7 +87,7 @@ def copies(y: torch.Tensor) -> torch.Tensor:
     return fzero.collectives.psum(y, "tp")
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("simulate", MESHES)
 def test_copies_used_as_one_value_are_refused_at_every_stage_by_their_line(stage, simulate):
     line = rf"test_copies.py:{copies.__code__.co_firstlineno + 1}: psum over 'tp'"

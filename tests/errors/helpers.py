@@ -8,10 +8,10 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from tests.helpers import train_step_for
+from tests.helpers import ALL_STAGES, train_step_for
 
 TWO, FOUR = fzero.mesh(dp=2), fzero.mesh(dp=4)
-STAGES = range(len(fzero.zero.STAGES))
+STAGES = ALL_STAGES
 SHARDED = STAGES[1:]
 
 

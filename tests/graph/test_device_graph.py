@@ -11,7 +11,7 @@ import fzero
 from fzero import _torch, optim
 from fzero.graph import _entry
 from fzero.graph.run import _device_graph
-from tests.helpers import cases
+from tests.helpers import ALL_STAGES, cases
 
 
 class StandIn:
@@ -64,7 +64,7 @@ def train(stage: int, lengths: list[int], **options: Any) -> list[Any]:
     return [*out, step.gather(params)["w"]]
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_recorded_step_has_the_numbers_of_the_step(recording, stage):
     lengths = [4, 4, 4, 4, 8, 8, 8, 4, 8]
     recorded = train(stage, lengths, device_graph=True)

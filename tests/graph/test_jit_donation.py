@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from tests.graph.helpers import bitwise, copied
-from tests.helpers import LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
 def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
@@ -19,7 +19,7 @@ def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
     return step, *step.init(mlp_params(), opt), step.mesh.split(mlp_batch(4))
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage):
     step, params, state, batch = sharded(stage)
     held = [x.untyped_storage().data_ptr() for x in tree.tensors((params, state))]
@@ -91,7 +91,7 @@ def test_memory_shared_with_a_donated_argument_is_an_error():
     assert f(*parts).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_init_and_gather_give_memory_of_their_own(stage):
     """What the user keeps, the initial parameters or a gathered best, no later step overwrites."""
     opt, mine = optim.sgd(0.1), mlp_params()

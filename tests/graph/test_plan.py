@@ -17,7 +17,7 @@ from fzero._format import format_bytes
 from fzero.parallel.experts import split
 from fzero.testing import assert_trees_close
 from tests.graph.helpers import assert_peak_is_the_allocators, entry_of, plan_of
-from tests.helpers import LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import ARRANGEMENTS, parallel_loss, parallel_params
@@ -109,7 +109,7 @@ def test_stage_3_holds_the_prefetched_and_the_current_units(model, prefetch):
     assert len(gathers) > len([c for c in once.collectives if c.kind == "all_gather"])
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_the_plans_peak_is_the_allocators(stage):
     """A simulated world has no collectives to wait for, so every byte is seen."""
     opt = optim.adamw(1e-3)

@@ -13,13 +13,13 @@ from fzero._format import format_bytes
 from fzero.graph import _one_rank, _trace_agreement
 from tests.graph.helpers import assert_peak_is_the_allocators, bitwise, entry_of, plan_of, train_both
 from tests.graph.loops import ADAMW, unrolled
-from tests.helpers import LEAST, cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import loss_of_tree
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_the_plans_peak_is_the_allocators_over_all_iterations(stage):
     step = fzero.jit(
         fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=5), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx"
@@ -39,7 +39,7 @@ def with_and_without_a_loop(stage: int) -> list[fzero.graph.Plan]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_loop_takes_no_more_memory_than_the_iterations_one_by_one(stage):
     looped, flat = with_and_without_a_loop(stage)
     assert looped.peak_bytes <= flat.peak_bytes and looped.flops == flat.flops
@@ -63,7 +63,7 @@ def test_operations_of_a_loop_are_rows_of_the_plan():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_collectives_are_counted_with_their_iterations(stage):
     """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every iteration."""
     mesh, k = fzero.mesh(dp=4), 5
@@ -223,7 +223,7 @@ def test_values_gathered_from_an_iterations_part_stay_in_the_iteration(what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_plan_does_not_grow_with_the_micro_batches(stage):
     step = [
         fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=fzero.mesh(dp=2))

@@ -11,7 +11,7 @@ import fzero
 from fzero import optim
 from fzero.local_sgd import LocalSteps, Replicas, local_steps
 from fzero.local_sgd._parts import parts_of
-from tests.helpers import LEAST, cases, either, examples
+from tests.helpers import ALL_STAGES, LEAST, cases, either, examples
 from tests.local_sgd import reference
 from tests.local_sgd.helpers import NAMES, batches_of, loss, start, train_step_of
 
@@ -86,7 +86,7 @@ def test_local_sgd_equals_replicas_in_plain_torch(shape, stage, schedule, mix, o
         torch.testing.assert_close(inner.gather(mine), theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_one_step_and_an_outer_rate_of_1_average_the_parameters(stage):
     """H = 1 with plain SGD inside and outside is data parallelism over all ranks."""
     opt, mesh = optim.sgd(0.1), fzero.mesh(replica=2, dp=2)
@@ -110,7 +110,7 @@ def test_a_jitted_local_step_equals_the_eager_one_bit_for_bit(stage):
     assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_master_weights_are_averaged_in_full_precision(stage):
     """The anchor is the mean of the masters, and after an average parameters are the anchor, rounded."""
     precision = fzero.Precision(param=torch.bfloat16)

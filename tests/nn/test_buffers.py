@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero.nn import functional
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, cases
+from tests.helpers import ALL_STAGES, LEAST, cases
 from tests.nn.modules import IMAGES, Norms, built, randn
 
 
@@ -75,7 +75,7 @@ def test_unsharded_training_carries_the_modules_own_running_statistics():
     assert_trees_close(params, {k: p.detach() for k, p in module.named_parameters()})
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", [2, 4])
 def test_running_statistics_of_a_sharded_step_are_the_mean_over_ranks(n, stage):
     opt, mesh = optim.sgd(0.1), fzero.mesh(dp=n)
@@ -100,7 +100,7 @@ def test_running_statistics_of_a_sharded_step_are_the_mean_over_ranks(n, stage):
         assert buffers["norm2d.num_batches_tracked"] == i + 1
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_batch_norm_in_evaluation_mode_trains_as_unsharded(stage):
     module = built(Norms)
     module(IMAGES[0])

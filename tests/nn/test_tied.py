@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.nn import functional
 from fzero.testing import assert_trees_close
-from tests.helpers import cases
+from tests.helpers import ALL_STAGES, cases
 from tests.nn.modules import IDS, Tied, built
 
 
@@ -39,7 +39,7 @@ def tied_step(apply: Any, opt: Any) -> Any:
     return train_step
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", [2, 4])
 def test_tied_module_trains_as_with_torch_optim(n, stage):
     module = built(Tied)
@@ -75,7 +75,7 @@ def test_frozen_parameters_are_among_the_buffers():
     assert {n for n, p in apply.module.named_parameters() if not p.requires_grad} == names
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_frozen_parameters_have_no_gradient_and_no_state(stage):
     module = frozen()
     apply, params, buffers = functional(copy.deepcopy(module))

@@ -17,7 +17,7 @@ from fzero import optim, tree
 from fzero.optim._states import _STATES
 from fzero.optim.checks._torch_hints import _EQUIVALENTS
 from fzero.testing import assert_equivalent, assert_trees_close, trees
-from tests.helpers import cases, examples, train_step_for
+from tests.helpers import ALL_STAGES, cases, examples, train_step_for
 from tests.optim.helpers import (
     RTOL,
     SIZES,
@@ -199,7 +199,7 @@ def test_chain_is_exact_on_shards_if_all_its_optimizers_are():
     assert not optim.chain(optim.adam(0.1), whole).exact_on_shards
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_bfloat16_parameters_keep_their_dtype_in_a_sharded_step(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.warmup_cosine(0.1, 1, 9)))
     params, batches = params_of(torch.bfloat16), batches_of(2, torch.bfloat16)
@@ -247,7 +247,7 @@ def test_apply_updates_of_another_structure_names_the_leaf():
         optim.apply_updates({"w": torch.ones(2), "b": torch.ones(2)}, {"w": torch.ones(2)})
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_state_has_the_layout_of_its_stage(stage):
     params = params_of()
     step = fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=4))
@@ -368,7 +368,7 @@ def not_blocks(path: str, leaf: torch.Tensor) -> str | None:
     return None if path.startswith("blocks") else "rest"
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", cases((SIZES[0], SIZES[-1]), SIZES))
 @pytest.mark.parametrize("units", [None, not_blocks], ids=["default units", "replicated leaves"])
 def test_clipped_training_is_the_same_on_shards(n, stage, units):
@@ -377,7 +377,7 @@ def test_clipped_training_is_the_same_on_shards(n, stage, units):
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n], units=units)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", cases((SIZES[0], SIZES[-1]), SIZES))
 @pytest.mark.parametrize("units", [None, lambda path, leaf: None if path != "c" else "c"], ids=["cut", "replicated"])
 def test_clipped_training_of_tied_leaves_is_the_same_on_shards(n, stage, units):
@@ -428,7 +428,7 @@ def rms_update(grads: Any, state: Any, params: Any = None) -> Any:
     return tree.map(lambda g, s: -0.01 * g / (s.sqrt() + 1e-3), grads, state), state
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", cases((SIZES[0], SIZES[-1]), SIZES))
 def test_a_hand_written_optimizer_is_the_same_on_shards(n, stage):
     opt = Pair(rms_init, rms_update)
@@ -436,14 +436,14 @@ def test_a_hand_written_optimizer_is_the_same_on_shards(n, stage):
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [n])
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_hand_written_optimizer_in_a_chain_is_the_same_on_shards(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.05), Pair(rms_init, rms_update))
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_an_optimizer_unpacks_as_an_init_update_pair(stage):
     init, update = optim.adamw(1e-2)
     opt = Pair(init, update)
@@ -502,14 +502,14 @@ def test_the_error_of_an_optimizer_that_flattens_trees_advises_leafwise():
     assert not any("leafwise" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_torchopt_in_fzero_chain_is_the_same_on_shards(stage):
     opt = optim.chain(optim.clip_by_global_norm(0.05), torchopt.sgd(0.1))
     step = train_step_for(loss_of, opt)
     assert_equivalent(step, params_of(), opt, batches_of(3), [stage], [3])
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_torchopt_in_fzero_step_is_the_same_on_shards(stage):
     opt = torchopt.sgd(0.1)
 

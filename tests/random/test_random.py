@@ -17,7 +17,7 @@ from fzero import PerRank, optim, random, tree
 from fzero.random import _seeded
 from fzero.random._keys import bits
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, cases, either, examples
+from tests.helpers import ALL_STAGES, LEAST, cases, either, examples
 from tests.random.helpers import BATCH, PARAMS, keyed_step, made_by, masks
 
 N = 1 << 16
@@ -467,7 +467,7 @@ def test_a_resumed_step_draws_the_numbers_of_an_uninterrupted_one():
     assert_trees_close(step.gather(train(saved, range(2, 4))), step.gather(through), rtol=0)
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_jitted_step_draws_the_same_and_a_new_key_needs_no_trace(stage, untouched):
     opt, mesh, key = optim.adam(1e-2), fzero.mesh(dp=2), random.key(1)
     step = fzero.shard(keyed_step(opt, micro_batches=2), stage=stage, mesh=mesh)

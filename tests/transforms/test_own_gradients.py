@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import PerRank, optim
 from fzero.testing import assert_trees_close
-from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params
+from tests.helpers import ALL_STAGES, cases, mlp_batch, mlp_loss, mlp_params
 
 BATCH = mlp_batch(12)
 
@@ -54,7 +54,7 @@ def test_gradients_of_boxed_inputs_are_those_of_the_global_batch(reduce, k, simu
     torch.testing.assert_close(got_own.value.flatten(0, 1), own.value)
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_adversarial_training_equals_unsharded(stage):
     """FGSM (arXiv:1412.6572): uphill in the inputs, then downhill in the parameters."""
     opt = optim.adam(1e-2, eps=1e-3)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fzero
 from fzero import optim
 from tests.distributed.launch import rank_variables
-from tests.helpers import cases
+from tests.helpers import ALL_STAGES, cases
 
 META, CPU, GPU = torch.device("meta"), torch.device("cpu"), torch.device("cuda", 0)
 OPTIMIZERS = {
@@ -54,7 +54,7 @@ def places(values):
 
 
 @pytest.mark.parametrize("source", ["tree", "donated", "function", "on the device"])
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_init_makes_parameters_and_state_on_the_device(stage, source):
     step = step_on(META, stage, OPTIMIZERS["adamw"])
     values = fzero.tree.map(lambda x: x.to(META), make()) if source == "on the device" else make()
@@ -66,7 +66,7 @@ def test_init_makes_parameters_and_state_on_the_device(stage, source):
     assert all(x.device == META for x in fzero.tree.tensors(step.gather(params)))
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_run_on_the_device(stage, name):
     opt = OPTIMIZERS[name]
@@ -137,7 +137,7 @@ def test_a_plain_tensor_on_another_device_is_named_unless_it_is_a_scalar():
         step(on_gpu(make()), torch.ones(()), mask=torch.ones(3))
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_plan_on_the_meta_device_has_the_peak_of_the_cpus(stage):
     peaks = []
     for device in (META, CPU):

@@ -9,7 +9,7 @@ import fzero
 from fzero import optim, tree
 from fzero.sharding import global_norm
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 BATCHES = [mlp_batch(12, seed=i) for i in range(3)]
 
@@ -74,7 +74,7 @@ def test_an_optimizer_keeps_an_ema_of_parameters():
     assert_equivalent(train_step, mlp_params(), opt, BATCHES, world_sizes=either((3,), (1, 2, 3)), rtol=1e-11)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", cases((1, 4), [2]))
 def test_a_gan_trains_two_parameter_trees(stage, n):
     """param_argnums=(0, 1): each network's gradient, with the other as a boxed, undifferentiated argument."""
@@ -144,7 +144,7 @@ def test_a_loss_may_be_normalised_by_the_user():
         assert_equivalent(step_of(naive, "mean"), params, opt, batches, world_sizes=(2,))
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_aux_of_a_loss_is_per_rank_and_stacked_over_micro_batches(stage):
     opt = optim.sgd(0.1)
 
@@ -164,7 +164,7 @@ def test_aux_of_a_loss_is_per_rank_and_stacked_over_micro_batches(stage):
     torch.testing.assert_close(h.value.flatten(0, 2), BATCHES[0]["x"] @ params["w"])
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_step_may_gather_its_parameters_itself_and_take_keywords(stage):
     opt = optim.sgd(0.1)
 
@@ -260,7 +260,7 @@ def test_value_and_grad_sees_the_global_gradient_within(boxed, n):
         assert_trees_close(got, fzero.value_and_grad(f)(params, batch), rtol=1e-11)
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_means_do_not_overflow(stage, dtype):
     """They are divided before they are summed: 8 ranks' losses of 30000 have a mean in float16, and no sum."""
@@ -279,7 +279,7 @@ def test_means_of_small_integers_do_not_wrap():
     assert fzero.mesh(dp=2).spmd(fzero.collectives.pmean)(torch.tensor([200], dtype=torch.uint8)).tolist() == [200]
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_tied_leaves_stay_tied_under_any_optimizer(stage):
     """A clip after another transform still counts a tied leaf once."""
     w, v = mlp_params()["head"][0], mlp_params(seed=1)["head"][0]
@@ -304,7 +304,7 @@ def _one_unit(params: Any) -> Any:
     return fzero.partition(params, units=lambda path, leaf: "one")
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_writing_into_parameters_is_refused_at_every_stage(stage):
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

@@ -7,7 +7,7 @@ import pytest
 import fzero
 import fzero.testing
 from fzero import optim, tree
-from tests.helpers import LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
 def nothing(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -43,7 +43,7 @@ class Lookahead:
         return tree.map(lambda s, p, g: s - p - 0.1 * g, slow, params, grads), {"slow": slow}
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_state_that_starts_as_the_parameters_has_memory_of_its_own(stage, donate):
     mesh, opt = fzero.mesh(dp=2), Lookahead()

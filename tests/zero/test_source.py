@@ -12,7 +12,7 @@ import fzero
 from fzero import nn, optim, tree
 from fzero.graph._one_rank import planned_mesh
 from fzero.testing import assert_trees_close, stages, trees
-from tests.helpers import cases, examples, train_step_for
+from tests.helpers import ALL_STAGES, cases, examples, train_step_for
 from tests.memory import peak_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.int64, torch.bool]
@@ -55,7 +55,7 @@ def test_init_shares_no_memory_with_its_arguments(values, stage, units, by_funct
 
 
 @pytest.mark.parametrize("units", RULES)
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_jitted_step_does_not_change_the_tensors_given_to_init(stage, units):
     """It overwrites its arguments, and these are not the caller's."""
     given_params = {"w": torch.ones(3, 2), "scale": torch.ones(()), "b": torch.zeros(2)}
@@ -116,7 +116,7 @@ def step_elsewhere(stage: int, ranks: int = 8) -> fzero.zero.ShardedStep:
     return fzero.shard(lambda p, s: (p, s), stage, planned_mesh((("dp", ranks),)))
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize("how", ["function", "donated", "kept"])
 def test_init_makes_no_second_copy_of_all_parameters(how, stage):
     """What init adds at its peak: of parameters P, state S in a rank's layout, one leaf, shards for the optimizer."""
@@ -150,7 +150,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_init_from_a_module_keeps_its_weights(stage, donate):
     module, step = Model(), step_on(stage)
     expected = tree.map(torch.clone, nn.functional(module).params)
@@ -182,7 +182,7 @@ def test_a_module_partly_on_meta_is_refused(stage):
 
 
 @pytest.mark.parametrize("precision", [None, fzero.Precision(param=torch.bfloat16)])
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_parameters_that_require_grad_give_plain_tensors(stage, precision):
     opt = optim.chain(optim.adam(0.1), optim.params_ema(0.9))
     opt = opt if precision is None else optim.master_weights(opt, precision)
@@ -194,7 +194,7 @@ def test_parameters_that_require_grad_give_plain_tensors(stage, precision):
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_init_returns_ordinary_tensors_under_inference_mode(stage, simulate):
     """The results are ordinary tensors, which a jitted step may overwrite."""
     opt = optim.adam(0.1)
@@ -208,7 +208,7 @@ def test_init_returns_ordinary_tensors_under_inference_mode(stage, simulate):
     fzero.jit(step, backend="fx")(*within[0], step.mesh.split(torch.ones(4, 3)))
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_init_under_a_meta_device_keeps_real_parameters(stage):
     """Real parameters keep a real state; a state without memory is refused, which else would show steps later."""
     step, count = step_on(stage), {"count": torch.zeros((), device="meta")}
@@ -264,7 +264,7 @@ DENSE = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("name", DENSE)
 def test_init_refuses_leaves_that_cannot_be_sharded(name, stage):
     make, message = DENSE[name]

@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, cases
+from tests.helpers import ALL_STAGES, LEAST, cases
 
 OPT = optim.adamw(0.1)
 PARAMS = {"w": torch.arange(24.0).view(8, 3) / 10, "b": torch.ones(3)}
@@ -27,7 +27,7 @@ def averaged(params: Any, state: Any, average: Any, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("way", ["vmap", "lockstep", "jit"])
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_moving_average_as_a_second_parameter_tree_equals_unsharded(stage, way, tmp_path):
     mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")
     step = fzero.shard(averaged, stage, mesh, param_argnums=(0, 2))

@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
-from tests.helpers import cases
+from tests.helpers import ALL_STAGES, cases
 
 PARAMS = {"w": torch.arange(1.0, 4.0), "b": torch.ones(2)}
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -65,7 +65,7 @@ def mesh_of(simulate: str) -> fzero.ranks.Mesh:
     return fzero.mesh(dp=2, simulate=simulate)
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize(
     "write,simulate", [*[(w, "vmap") for w in UNDER_VMAP], *[(w, "lockstep") for w in WRITES if w != "through .data"]]
 )
@@ -81,7 +81,7 @@ def test_a_step_that_writes_parameters_in_place_equals_unsharded(write, simulate
     assert_trees_close(step.gather(state[0]), expected[0])
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_uncounted_writes_give_unsharded_numbers_or_raise(stage):
     train_step, mesh = writing("through .data"), mesh_of("lockstep")
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
@@ -94,7 +94,7 @@ def test_uncounted_writes_give_unsharded_numbers_or_raise(stage):
         assert_trees_close(step.gather(got), train_step(tree.map(torch.clone, PARAMS), (), X)[0])
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("write", list(WRITES))
 def test_jit_refuses_in_place_writes_at_every_stage(write, stage):
     """As one rank of a world; torch.vmap refuses some by itself."""
@@ -119,7 +119,7 @@ def test_a_step_under_torch_compile_may_write_in_place():
     assert_trees_close(step.gather(got), train_step(tree.map(torch.clone, PARAMS), (), X)[0])
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_unchanged_parameters_cause_no_collective(stage):
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(lambda p, s, x: (p, s, fzero.collectives.pmean(x.mean())), stage=stage, mesh=mesh)

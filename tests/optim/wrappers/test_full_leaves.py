@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.sharding._owners import Matrix, OwnerAssignment
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import cases, either, train_step_for
+from tests.helpers import ALL_STAGES, cases, either, train_step_for
 from tests.optim.helpers import RTOL, batches_of, loss_of, normal, params_of
 from tests.zero.helpers import RULES, loss_of_tree
 
@@ -96,7 +96,7 @@ def test_the_state_of_a_full_optimizer_is_sharded_whatever_its_shapes():
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_an_optimizer_on_full_leaves_gathers_gradients_and_state_once(stage, reads):
     opt = optim.on_full_leaves(optim.Optimizer(lambda p: p * 0, lambda g, s, params=None: (-0.1 * g, s + g)), reads)
     n, params = 4, {"w": torch.ones(10, 8), "v": torch.ones(3, 5)}
@@ -159,7 +159,7 @@ def blocks_of(count: int) -> Any:
     return {"blocks": [{"up": normal((8, 4), i), "down": normal((4, 8), i + 9)} for i in range(count)]}
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_muon_moves_a_shard_there_and_back(stage):
     """With as many blocks as ranks: each sends its shard to the owners, in half precision, and gets as much."""
     n, params, opt = 4, blocks_of(4), optim.muon(0.1)

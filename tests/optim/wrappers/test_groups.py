@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, cases
+from tests.helpers import ALL_STAGES, LEAST, cases
 
 PARAMS = {
     "w": torch.arange(15.0).view(5, 3) / 9,
@@ -61,7 +61,7 @@ def test_groups_are_a_chain_of_masked_optimizers_with_one_state():
 
 
 @pytest.mark.parametrize("way", ["vmap", "lockstep", "jit"])
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_by_group_holds_and_saves_each_moment_once_at_every_stage(stage, way, tmp_path):
     opt, _ = groups_of("adamw")
     mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")

@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
-from tests.helpers import cases, examples
+from tests.helpers import ALL_STAGES, cases, examples
 from tests.optim.offloading import (
     ON_DEVICE_ONLY,
     OPTIMIZERS,
@@ -144,7 +144,7 @@ def test_a_ratio_rule_with_a_wrong_result_is_refused_with_the_leaf(answer, error
 
 
 @pytest.mark.parametrize("update", ["host", "device"])
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_state_of_another_offload_ratio_is_refused_with_a_remedy(stage, update):
     row, params = POINTWISE["adamw"], small_params()
     made = Way(stage).step(optimizer := row.make(offloading(0.3, update), params), row).init(params, optimizer)

@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero._torch import allocations
 from fzero.testing import assert_equivalent, assert_trees_close, trees
-from tests.helpers import LEAST, cases, examples, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, examples, train_step_for
 from tests.optim.helpers import (
     SIZES,
     batches_of,
@@ -118,7 +118,7 @@ def test_a_leaf_of_zeros_or_with_a_zero_step_keeps_its_step(stage):
 
 
 @pytest.mark.parametrize("units", ONE, ids=["default units", "one unit"])
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_masked_leaves_pass_through_and_their_state_is_not_touched(stage, units):
     """Also where one shard holds leaves of both kinds."""
     opt = optim.masked(optim.adam(1e-2), matrices)
@@ -232,7 +232,7 @@ def test_masked_is_exact_on_shards_if_its_optimizer_is():
     assert optim.masked(whole, matrices).exact_on_shards is False
 
 
-@pytest.mark.parametrize("stage", cases((0, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_averaged_parameters_equal_torch_averaged_model(stage):
     decay = 0.8
     module = torch.nn.ParameterList([normal((5, 3), 0), normal((3,), 1)])
@@ -321,7 +321,7 @@ def clipped(learning_rate: Any, max_norm: Any, b1: Any = 0.9, weight_decay: Any 
     return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(learning_rate, b1, weight_decay=weight_decay))
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_jitted_step_takes_new_hyperparameters_without_another_trace(stage):
     opt, mesh = optim.inject_hyperparams(clipped)(0.1, 1.0), fzero.mesh(dp=2)
     step = fzero.shard(train_step_for(loss_of, opt), stage, mesh)
@@ -431,7 +431,7 @@ def test_adafactor_of_stacked_matrices_is_the_same_on_shards(n, units):
     assert_equivalent(train_step_for(loss_of_tree, opt), params, opt, batches, [1, 3], [n], units=units)
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_the_state_of_adafactor_is_sublinear_and_ties_last(stage):
     w = normal((50, 40), 0)
     params = {"a": w, "b": [w, normal((7,), 1)]}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close
-from tests.helpers import cases, examples, train_step_for
+from tests.helpers import ALL_STAGES, cases, examples, train_step_for
 from tests.parallel.tensor.model import OPT, SPLIT, TIED, batch_of, loss_for, params_of, plain_loss
 
 BATCHES = [batch_of(seed=i) for i in range(2)]
@@ -38,7 +38,7 @@ def test_tensor_parallel_training_on_any_mesh_equals_dense(mesh, stage, micro, s
         assert_trees_close(actual, expected)
 
 
-@pytest.mark.parametrize("stage", cases((3,), range(4)))
+@pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 @pytest.mark.parametrize("mesh", [fzero.mesh(dp=2, tp=2), fzero.mesh(dp=1, tp=2, simulate="lockstep")], ids=repr)
 def test_adafactor_on_parts_of_leaves_is_adafactor_on_whole_leaves(mesh, stage):
     opt = optim.adafactor(1e-2, eps=1e-3, weight_decay=0.1, mask=lambda p: tree.map(lambda x: x.ndim > 1, p))

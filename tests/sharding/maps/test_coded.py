@@ -15,7 +15,7 @@ from fzero.parallel import experts
 from fzero.sharding.elements._block_ranges import UnitRange, block_range
 from fzero.sharding.maps._coded_rows import encode_range, range_magnitudes
 from fzero.testing import assert_trees_close, stages, trees, world_sizes
-from tests.helpers import LEAST, cases, either, examples, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, either, examples, train_step_for
 from tests.precision_steps import step_of, wide_norm
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -259,7 +259,7 @@ def test_parts_along_another_axis_are_summed_by_codes_at_every_stage(simulate):
         assert_trees_close(tree_["c"], new[0]["c"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", cases((2, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_an_overflow_in_coded_gradients_on_one_rank_skips_the_step(stage, simulate):
     precision = fzero.Precision(torch.float16, gather=INT8, reduce=INT4)
@@ -276,7 +276,7 @@ def test_an_overflow_in_coded_gradients_on_one_rank_skips_the_step(stage, simula
     assert state[1].skipped == 1 and not torch.equal(step.gather(state[0])["w"].float(), torch.ones(40))
 
 
-@pytest.mark.parametrize("stage", cases((1, 3), range(4)))
+@pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_second_derivatives_with_codecs_are_exact(stage):
     """A codec changes values alone: the derivative of a coded gradient is that of the exact sum, at rounded leaves."""
     params, x = {"w": torch.randn(20)}, torch.randn(4, 20)
