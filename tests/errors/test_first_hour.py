@@ -101,11 +101,11 @@ def test_a_name_for_an_axis_that_the_mesh_lacks_is_no_mistake():
     step.init({"w": torch.ones(4, 4)}, OPT)
 
 
-@pytest.mark.parametrize("split", [None, tp.split({"w": -1})])
-def test_an_axis_over_which_nothing_is_split_or_averaged_is_a_notice(split, caplog):
-    step = fzero.shard(TRAIN_STEP, stage=3, mesh=fzero.mesh(dp=1, tp=3), axis="dp", split=split)
-    step.init({"w": torch.ones(3, 3)}, OPT)
-    assert ("so the 3 ranks along 'tp' compute the same" in caplog.text) == (split is None)
+@pytest.mark.parametrize(("split", "ranks"), [(None, 3), (tp.split({"w": -1}), 5)])
+def test_an_axis_over_which_nothing_is_split_or_averaged_is_a_notice(split, ranks, caplog):
+    step = fzero.shard(TRAIN_STEP, stage=3, mesh=fzero.mesh(dp=1, tp=ranks), axis="dp", split=split)
+    step.init({"w": torch.ones(ranks, ranks)}, OPT)
+    assert (f"so the {ranks} ranks along 'tp' compute the same" in caplog.text) == (split is None)
 
 
 def test_a_loss_of_a_wrong_shape_outside_a_step_ends_at_the_users_call():
