@@ -100,9 +100,9 @@ class UnitSumOptions(NamedTuple):
 
 
 class AssignmentOptions(NamedTuple):
-    """The options of a map of several units' matrices to the ranks that own them: the number of the assignment."""
+    """The options of a map of several units' matrices to the ranks that own them: the id of the assignment."""
 
-    number: int
+    assignment_id: int
 
 
 class DeviceOptions(NamedTuple):

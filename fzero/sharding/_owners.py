@@ -1,6 +1,6 @@
 """Owner assignments: divide the matrices of many units among the ranks, so that each rank has full matrices to update.
 
-A rank's shards hold pieces of matrices. The rank sends each piece to the matrix's owner, and receives the pieces of the
+A rank's shards hold ranges of matrices. The rank sends each range to the matrix's owner, and receives the ranges of the
 matrices that it owns, by one all_to_all. Every rank sends parts of equal size and owns equally many matrices of each
 shape; the rest is padded with zeros. Matrices of one shape go to the owners in equal runs, in the order of their units:
 neighbours have one owner. If the number of repeated blocks is a multiple of the number of ranks, every rank sends its
@@ -52,13 +52,13 @@ class Matrix(NamedTuple):
 
 
 class _OwnedRange(NamedTuple):
-    """The piece of a matrix that one rank holds.
+    """The range of a matrix that one rank holds.
 
     Attributes:
         matrix: the matrix's index in the assignment.
-        start: the piece's first element in the rank's shard.
-        size: elements of the piece.
-        offset: the piece's first element in the part that the rank sends to the owner.
+        start: the range's first element in the rank's shard.
+        size: elements of the range.
+        offset: the range's first element in the part that the rank sends to the owner.
     """
 
     matrix: int
@@ -113,8 +113,8 @@ class OwnerAssignment:
         return {i: r for r, stacks in enumerate(self.owner_stacks) for stack in stacks for i in stack if i is not None}
 
     @cached_property
-    def pieces(self) -> tuple[tuple[tuple[_OwnedRange, ...], ...], ...]:
-        """The pieces that each rank sends to each owner."""
+    def ranges(self) -> tuple[tuple[tuple[_OwnedRange, ...], ...], ...]:
+        """The ranges that each rank sends to each owner."""
         table: list[list[list[_OwnedRange]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
         for i, m in enumerate(self.matrices):
             k, stop = self.shards[m.unit], m.start + m.rows * m.columns
@@ -127,8 +127,8 @@ class OwnerAssignment:
 
     @cached_property
     def used_numel(self) -> int:
-        """The largest number of elements that pieces fill in a part."""
-        return max([p.offset + p.size for parts in self.pieces for part in parts for p in part], default=0)
+        """The largest number of elements that ranges fill in a part."""
+        return max([p.offset + p.size for parts in self.ranges for part in parts for p in part], default=0)
 
     @cached_property
     def part_numel(self) -> int:
@@ -163,27 +163,27 @@ def _concatenate(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -
 
 
 def _shards_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Pack the pieces of a rank's shards `[.., k]` into one part for each owner: `[.., N, c]`."""
+    """Pack the ranges of a rank's shards `[.., k]` into one part for each owner: `[.., N, c]`."""
     rows = []
-    for part in assignment.pieces[rank]:
-        pieces = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.start, p.size) for p in part]
-        rows.append(_concatenate(pieces, assignment.part_numel, xs[0]))
+    for part in assignment.ranges[rank]:
+        ranges = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.start, p.size) for p in part]
+        rows.append(_concatenate(ranges, assignment.part_numel, xs[0]))
     return [torch.stack(rows, dim=-2)]
 
 
 def _parts_to_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Put the pieces of parts `[.., N, c]` back into shards `[.., k]`; all other elements are zeros."""
+    """Put the ranges of parts `[.., N, c]` back into shards `[.., k]`; all other elements are zeros."""
     (buffer,) = xs
-    # for each unit its pieces: start, size, owner, offset
+    # for each unit its ranges: start, size, owner, offset
     by_unit: list[list[tuple[int, int, int, int]]] = [[] for _ in assignment.shards]
-    for owner, part in enumerate(assignment.pieces[rank]):
+    for owner, part in enumerate(assignment.ranges[rank]):
         for p in part:
             by_unit[assignment.matrices[p.matrix].unit].append((p.start, p.size, owner, p.offset))
     shards = []
-    for k, pieces in zip(assignment.shards, by_unit, strict=True):
+    for k, ranges in zip(assignment.shards, by_unit, strict=True):
         end = 0
         parts: list[torch.Tensor] = []
-        for start, size, owner, offset in sorted(pieces):
+        for start, size, owner, offset in sorted(ranges):
             if start > end:
                 parts.append(buffer.new_zeros((*buffer.shape[:-2], start - end)))
             parts.append(buffer.select(-2, owner).narrow(-1, offset, size))
@@ -196,44 +196,43 @@ def _parts_to_matrices(assignment: OwnerAssignment, rank: int, xs: Tensors) -> l
     """Assemble a rank's matrices, `[.., q, r, c]` for each shape, from the parts that it received, `[.., N, c]`."""
     (buffer,) = xs
     received: dict[int, list[torch.Tensor]] = {}
-    for sender, parts in enumerate(assignment.pieces):
+    for sender, parts in enumerate(assignment.ranges):
         for p in parts[rank]:
             received.setdefault(p.matrix, []).append(buffer.select(-2, sender).narrow(-1, p.offset, p.size))
     stacks = []
-    for (rows, columns, _), owner_stacks in zip(assignment.stacks, assignment.owner_stacks[rank], strict=True):
+    for (rows, columns, _), stack in zip(assignment.stacks, assignment.owner_stacks[rank], strict=True):
         flat = [
-            _concatenate([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0))
-            for i in owner_stacks
+            _concatenate([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0)) for i in stack
         ]
         stacks.append(torch.stack(flat, dim=-2).unflatten(-1, (rows, columns)))
     return stacks
 
 
 def _matrices_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> list[torch.Tensor]:
-    """Pack a rank's matrices into the parts `[.., N, c]` that go back to the ranks that sent their pieces.
+    """Pack a rank's matrices into the parts `[.., N, c]` that go back to the ranks that sent the ranges.
 
     Each part also carries an element of each matrix of zeros. Otherwise the update of that matrix would be dead code on
     some ranks, and the graph of a jitted step would differ by rank.
     """
     flat = {
-        i: stack.select(-3, slot).flatten(-2)
-        for stack, owner_stacks in zip(xs, assignment.owner_stacks[rank], strict=True)
-        for slot, i in enumerate(owner_stacks)
+        i: matrices.select(-3, row).flatten(-2)
+        for matrices, stack in zip(xs, assignment.owner_stacks[rank], strict=True)
+        for row, i in enumerate(stack)
         if i is not None
     }
     rows = []
     like = xs[0].select(-3, 0).flatten(-2)
     offsets = dict.fromkeys(flat, 0)
-    for parts in assignment.pieces:
-        pieces = []
+    for parts in assignment.ranges:
+        ranges = []
         for p in parts[rank]:
-            pieces.append(flat[p.matrix].narrow(-1, offsets[p.matrix], p.size))
+            ranges.append(flat[p.matrix].narrow(-1, offsets[p.matrix], p.size))
             offsets[p.matrix] += p.size
-        rows.append(_concatenate(pieces, assignment.used_numel, like))
+        rows.append(_concatenate(ranges, assignment.used_numel, like))
     unused = [
-        stack.select(-3, slot).flatten(-2).narrow(-1, 0, 1)
-        for stack, owner_stacks in zip(xs, assignment.owner_stacks[rank], strict=True)
-        for slot, i in enumerate(owner_stacks)
+        matrices.select(-3, row).flatten(-2).narrow(-1, 0, 1)
+        for matrices, stack in zip(xs, assignment.owner_stacks[rank], strict=True)
+        for row, i in enumerate(stack)
         if i is None
     ]
     end = _concatenate(unused, assignment.part_numel - assignment.used_numel, like)
@@ -244,11 +243,11 @@ def _add_row(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tenso
     """Add a row to the table of collectives: a linear map that each rank computes by itself."""
 
     def all_ranks(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
-        ranks = [f(assignment_of(options.number), r, [x[r] for x in xs]) for r in range(n)]
+        ranks = [f(assignment_of(options.assignment_id), r, [x[r] for x in xs]) for r in range(n)]
         return [torch.stack(list(ys)) for ys in zip(*ranks, strict=True)]
 
     def local(binding: Binding, options: AssignmentOptions, xs: Tensors) -> Tensors:
-        return f(assignment_of(options.number), binding.rank, xs)
+        return f(assignment_of(options.assignment_id), binding.rank, xs)
 
     add_rows(LinearMap(name, RankOperation("", all_ranks, local), transpose))
 

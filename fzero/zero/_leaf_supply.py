@@ -136,13 +136,13 @@ def supply_like(label: str, values: Any, like: Any, donated_to: str | None = Non
     except ValueError as error:
         raise ValueError(f"{label} does not match like=: {error}") from error
     expected = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None for x in entries]
-    owner: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # equal for tied leaves
+    identities: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # equal for tied leaves
     for spec_id, box, members in sharded_units(paths, entries):
         for position, index in members:
             expected[position] = (spec_of(spec_id).full_shapes[index], box.dtype)
-            owner[position] = (id(box), index)
-    first: dict[Any, int] = {}  # owner -> position
-    for i, key in enumerate(owner):
+            identities[position] = (id(box), index)
+    first: dict[Any, int] = {}  # identity -> position
+    for i, key in enumerate(identities):
         if key is not None:
             first_position = first.setdefault(key, i)
             _check_tied(label, (paths[first_position], leaves[first_position]), (paths[i], leaves[i]))

@@ -47,11 +47,11 @@ MUTANTS = [
         Fault(
             "the blocks of a pipeline stage are placed in reverse",
             "place_blocks",
-            becomes("A[B] + C", "A[B] + len(slots[B]) - 1 - C"),
+            becomes("A[B] + C", "A[B] + len(block_slots[B]) - 1 - C"),
         ),
         Fault(
             "blocks are unstacked in the ranks' order, not in the model's",
-            "BlockPlacement.slot_of_block",
+            "BlockPlacement.positions",
             becomes("[A[B] for B in range(self.C)]", "A.values()"),
         ),
         Fault("idle slots count as blocks", "place_blocks", bare("A[:B[C]]")),

@@ -23,7 +23,7 @@ from fzero.parallel.pipeline._ticks import run_ticks
 __all__ = ["run_on_ranks"]
 
 
-def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_on_ranks(stages: Stages, block_slots: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a pipeline on the ranks of an axis.
 
     Each rank runs its row of the schedule's table if ranks run separate programs: on processes, in lockstep, and in a
@@ -31,28 +31,30 @@ def run_on_ranks(stages: Stages, slots: list[Any], rest: Any) -> tuple[torch.Ten
     derivative but a single gradient.
     """
     if not stages.axis.group or torch.compiler.is_dynamo_compiling():
-        return run_ticks(stages, slots, rest)
-    order = derivatives(tree.tensors([slots, rest]))
+        return run_ticks(stages, block_slots, rest)
+    order = derivatives(tree.tensors([block_slots, rest]))
     if order is None or order > 1 or (is_tracing() and not (order and loop.records_pipelines())):
-        return run_ticks(stages, slots, rest)
+        return run_ticks(stages, block_slots, rest)
     if is_tracing() and isinstance(micro_batch(), torch.Tensor):
         raise loop.NotScannableError("the loss holds a pipeline, which has its own micro-batches")
-    return _run_table(stages, slots, rest, backward=order == 1)
+    return _run_table(stages, block_slots, rest, backward=order == 1)
 
 
-def _run_table(stages: Stages, slots: Sequence[Any], rest: Any, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_table(
+    stages: Stages, block_slots: Sequence[Any], rest: Any, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run this rank's row of a schedule.
 
     Args:
         stages: the pipeline's stages.
-        slots: this rank's blocks, by slot.
+        block_slots: this rank's blocks, by slot.
         rest: all other parameters.
         backward: whether the loss will be differentiated.
 
     Returns:
         The total and the weight; zeros on all ranks except that of the last stage.
     """
-    params = FlatParams.of(slots, rest)
+    params = FlatParams.of(block_slots, rest)
     scale = current_loss_scale()
     row = RowRecorder(stages, params, scale) if is_tracing() else RowExecutor(stages, params, backward, scale)
     return _RowLoss.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]

@@ -30,30 +30,30 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockPlacement:
-    """The rank and slot of each block.
+    """The rank and block slot of each block.
 
     A rank's slots are numbered through its stages, from the first to the last. All ranks have the same number of slots.
     A rank with fewer blocks leaves some slots idle.
 
     Attributes:
         blocks: by rank and slot, the number of the block; None for an idle slot.
-        slots: by stage, the slots that it uses on its rank, in order.
+        block_slots: by stage, the slots that it uses on its rank, in order.
         chunks: by chunk (a rank's first stage, its second, ...), the slots that the chunk may use.
         stage: by rank and chunk, the stage; None if the rank holds fewer stages.
     """
 
     blocks: tuple[tuple[int | None, ...], ...]
-    slots: tuple[tuple[int, ...], ...]
+    block_slots: tuple[tuple[int, ...], ...]
     chunks: tuple[tuple[int, ...], ...]
     stage: tuple[tuple[int | None, ...], ...]
 
     @property
     def depth(self) -> int:
         """The number of blocks."""
-        return sum(len(slots) for slots in self.slots)
+        return sum(len(block_slots) for block_slots in self.block_slots)
 
     @cached_property
-    def slot_of_block(self) -> tuple[tuple[int, int], ...]:
+    def positions(self) -> tuple[tuple[int, int], ...]:
         """By block, its rank and slot."""
         by_block = {b: (r, s) for r, row in enumerate(self.blocks) for s, b in enumerate(row) if b is not None}
         return tuple([by_block[b] for b in range(self.depth)])
@@ -67,9 +67,9 @@ class BlockPlacement:
             stacked.append(tree.map(lambda *xs: torch.stack(xs), *items))
         return stacked
 
-    def unstack(self, slots: Sequence[Any]) -> list[Any]:
+    def unstack(self, block_slots: Sequence[Any]) -> list[Any]:
         """Return the blocks of stacked slots, as views of their leaves."""
-        return [tree.map(lambda x, r=r: x[r], slots[s]) for r, s in self.slot_of_block]
+        return [tree.map(lambda x, r=r: x[r], block_slots[s]) for r, s in self.positions]
 
 
 def even_counts(depth: int, stages: int) -> tuple[int, ...]:
@@ -89,21 +89,21 @@ def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlac
     ranks = range(schedule.ranks)
     rank_stages = [schedule.stages_on(rank) for rank in ranks]
     chunks = []
-    slot = 0
+    block_slot = 0
     for k in range(max(map(len, rank_stages))):
         size = max([counts[stages[k]] for stages in rank_stages if k < len(stages)])
-        chunks.append(tuple(range(slot, slot + size)))
-        slot += size
+        chunks.append(tuple(range(block_slot, block_slot + size)))
+        block_slot += size
     first = [sum(counts[:s]) for s in range(schedule.stages)]
-    rows: list[list[int | None]] = [[None] * slot for _ in ranks]
-    slots: list[tuple[int, ...]] = [()] * schedule.stages
+    rows: list[list[int | None]] = [[None] * block_slot for _ in ranks]
+    block_slots: list[tuple[int, ...]] = [()] * schedule.stages
     for r in ranks:
         for k, s in enumerate(rank_stages[r]):
-            slots[s] = chunks[k][: counts[s]]
-            for j, block_slot in enumerate(slots[s]):
+            block_slots[s] = chunks[k][: counts[s]]
+            for j, block_slot in enumerate(block_slots[s]):
                 rows[r][block_slot] = first[s] + j
     stage = tuple([(*stages, *[None] * (len(chunks) - len(stages))) for stages in rank_stages])
-    return BlockPlacement(tuple(map(tuple, rows)), tuple(slots), tuple(chunks), stage)
+    return BlockPlacement(tuple(map(tuple, rows)), tuple(block_slots), tuple(chunks), stage)
 
 
 _Index = int | torch.Tensor

@@ -222,10 +222,10 @@ class PipelineSplit:
             ValueError: if the list has more or fewer slots than the blocks take on these ranks.
         """
         depth = len(self.blocks.split("."))
-        slots = {path.split(".")[depth] for path in paths if self._is_block_leaf(path)}
-        if not slots or self.axis not in sizes:
+        block_slots = {path.split(".")[depth] for path in paths if self._is_block_leaf(path)}
+        if not block_slots or self.axis not in sizes:
             return {}
-        by_rank = self.placement(sizes[self.axis], len(slots)).blocks
+        by_rank = self.placement(sizes[self.axis], len(block_slots)).blocks
         return {self.axis: StackedList(self.blocks, tuple(zip(*by_rank, strict=True)))}
 
     def _is_block_leaf(self, path: str) -> bool:

@@ -101,7 +101,7 @@ class Pipeline:
     @property
     def split(self) -> PipelineSplit:
         """The rule for `fzero.shard(..., split=)`: each rank along the axis holds its own blocks."""
-        return PipelineSplit(self.axis, self.blocks, self._slot_placement, self.rule)
+        return PipelineSplit(self.axis, self.blocks, self._placement_of, self.rule)
 
     def schedule(self, mesh: Mesh | int) -> PipelineSchedule:
         """Return the schedule on a mesh, or on a number of ranks. It has `print` and `plot`.
@@ -200,15 +200,15 @@ class Pipeline:
         """
 
         def unstack_blocks(params: Mapping[str, Any]) -> Sequence[Any]:
-            slots = find_block_list(params, self.blocks)
+            block_slots = find_block_list(params, self.blocks)
             if self._is_on(mesh):
-                return self._slot_placement(mesh, len(slots)).unstack(slots)
-            if self._depth not in (None, len(slots)):
+                return self._placement_of(mesh, len(block_slots)).unstack(block_slots)
+            if self._depth not in (None, len(block_slots)):
                 raise ValueError(
-                    f"fzero.pipeline: loss.unstack was given mesh={mesh} and {len(slots)} blocks, but the model has "
-                    f"{self._depth}: pass the mesh for which they were stacked, loss.unstack(params, mesh)"
+                    f"fzero.pipeline: loss.unstack was given mesh={mesh} and {len(block_slots)} blocks, but the model "
+                    f"has {self._depth}: pass the mesh for which they were stacked, loss.unstack(params, mesh)"
                 )
-            return slots
+            return block_slots
 
         return map_blocks(unstack_blocks, params, self.blocks)
 
@@ -221,15 +221,16 @@ class Pipeline:
         """Return whether the mesh has the pipeline's axis."""
         return mesh is not None and self.axis in mesh.axis_names
 
-    def _slot_placement(self, mesh: Mesh | int, slots: int) -> BlockPlacement:
+    def _placement_of(self, mesh: Mesh | int, block_slots: int) -> BlockPlacement:
         """Return the placement of blocks for a number of slots per rank."""
         ranks = self.schedule(mesh).ranks
-        depth = slots * ranks if self._depth is None else self._depth
+        depth = block_slots * ranks if self._depth is None else self._depth
         placement = self.placement(mesh, depth)
-        if len(placement.blocks[0]) != slots:
+        if len(placement.blocks[0]) != block_slots:
             raise ValueError(
-                f"fzero.pipeline: the parameters have {slots} stacked blocks a rank, but {depth} blocks on {ranks} "
-                f"ranks take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all (loss.stack)"
+                f"fzero.pipeline: the parameters have {block_slots} stacked blocks a rank, but {depth} blocks on "
+                f"{ranks} ranks take {len(placement.blocks[0])}: they were stacked for another mesh, or not at all "
+                "(loss.stack)"
             )
         return placement
 
@@ -292,7 +293,7 @@ class Pipeline:
     def _run(self, model: Model, on_one_rank: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any) -> Any:
         """Run a model on the ranks along the axis; without the axis, run the full model here."""
         params, batch, key = args
-        slots = find_block_list(params, self.blocks)
+        block_slots = find_block_list(params, self.blocks)
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
@@ -300,7 +301,7 @@ class Pipeline:
             return MicroBatchCall(micro_batch_of(batch, self.micro_batches, index, in_loop), outer + index, key)
 
         if self.axis not in axis_names():
-            return on_one_rank(model, slots, rest, [call_of(m) for m in range(self.micro_batches)])
+            return on_one_rank(model, block_slots, rest, [call_of(m) for m in range(self.micro_batches)])
         if self.axis not in [a.name for a in loss_axes()]:
             axes = (*[a.name for a in loss_axes()], self.axis)
             raise ValueError(
@@ -308,11 +309,11 @@ class Pipeline:
                 f"add this axis, fzero.shard(..., axis={axes})"
             )
         check_shared(batch, axis := bound_axis(self.axis))
-        schedule, placement = self.schedule(axis.size), self._slot_placement(axis.size, len(slots))
+        schedule, placement = self.schedule(axis.size), self._placement_of(axis.size, len(block_slots))
         stages = Stages(
             model=model, schedule=schedule, placement=placement, axis=axis, call_of=call_of, cache=self._cache
         )
-        return call_without_axis(self.axis, on_ranks, stages, list(slots), rest)
+        return call_without_axis(self.axis, on_ranks, stages, list(block_slots), rest)
 
 
 @api_boundary_with("a pipeline is made of functions: fzero.pipeline(block=, first=, last=, micro_batches=)")

@@ -41,24 +41,24 @@ class FlatParams(NamedTuple):
     rest: "_TreeSpec"
 
     @staticmethod
-    def of(slots: Sequence[Any], rest: Any) -> "FlatParams":
+    def of(block_slots: Sequence[Any], rest: Any) -> "FlatParams":
         """Make a list of the tensors of trees."""
-        flat = [_TreeSpec.of(slot) for slot in slots]
+        flat = [_TreeSpec.of(block_slot) for block_slot in block_slots]
         rest_tensors, rest_spec = _TreeSpec.of(rest)
         tensors = [x for leaves, _ in flat for x in leaves] + rest_tensors
         return FlatParams(tensors, [f for _, f in flat], [len(leaves) for leaves, _ in flat], rest_spec)
 
-    def indices(self, slots: Sequence[int], rest: bool) -> list[int]:
+    def indices(self, block_slots: Sequence[int], rest: bool) -> list[int]:
         """Return the indices of the tensors of some slots, and of the rest if `rest` is set."""
         begin = [sum(self.sizes[:s]) for s in range(len(self.sizes) + 1)]
-        indices = [i for s in slots for i in range(begin[s], begin[s + 1])]
+        indices = [i for s in block_slots for i in range(begin[s], begin[s + 1])]
         return indices + (list(range(begin[-1], len(self.tensors))) if rest else [])
 
-    def trees(self, slots: Sequence[int], rest: bool, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Rebuild the trees of slots, and the rest or None, from the tensors at `indices(slots, rest)`."""
+    def trees(self, block_slots: Sequence[int], rest: bool, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Rebuild the trees of slots, and the rest or None, from the tensors at `indices(block_slots, rest)`."""
         remainder = list(tensors)
         trees = []
-        for s in slots:
+        for s in block_slots:
             trees.append(self.structures[s].fill(remainder[: self.sizes[s]]))
             del remainder[: self.sizes[s]]
         return trees, self.rest.fill(remainder) if rest else None
@@ -142,7 +142,7 @@ class Stages:
 
     def uses(self, stage: int) -> tuple[Sequence[int], bool]:
         """Return the slots that a stage uses, and whether it uses the rest of the parameters."""
-        return self.placement.slots[stage], stage in (0, self.last)
+        return self.placement.block_slots[stage], stage in (0, self.last)
 
     def function(self, stage: int, params: FlatParams, structure: Any, call: MicroBatchCall) -> Callable[..., Any]:
         """Return a stage as a function.
@@ -157,11 +157,11 @@ class Stages:
             `(tensors of parameters, tensors of x) -> (tensors of y, ())`; for the last stage
             `-> (total, weight)`. The first stage takes no tensors of x.
         """
-        slots, rest = self.uses(stage)
-        indices = [self.placement.blocks[self.schedule.rank_of_stage[stage]][s] for s in slots]
+        block_slots, rest = self.uses(stage)
+        indices = [self.placement.blocks[self.schedule.rank_of_stage[stage]][s] for s in block_slots]
 
         def run(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
-            trees, rest_params = params.trees(slots, rest, weights)
+            trees, rest_params = params.trees(block_slots, rest, weights)
             x = self.model.run_first(rest_params, call) if stage == 0 else tree.unflatten(structure, list(inputs))
             for p, index in zip(trees, indices, strict=True):
                 assert index is not None
@@ -211,8 +211,8 @@ def value_spec_of(stages: Stages, params: FlatParams, tensors: Sequence[torch.Te
 def probe(stages: Stages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Run the parts of a model once, and return the shapes and dtypes of their values."""
     model, call = stages.model, stages.call_of(0)
-    slots = range(len(params.sizes))
-    trees, rest = params.trees(slots, True, tensors)
+    block_slots = range(len(params.sizes))
+    trees, rest = params.trees(block_slots, True, tensors)
     x = model.run_first(rest, call)
     check_same_form("first", x, x)
     check_same_form("block", x, model.run_block(trees[0], x, 0, call, stacked=True))

@@ -69,19 +69,19 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
         first_x = first_call.run(model.run_first, rest, first_call)  # on any rank
         check_same_form("first", first_x, first_x)
         outputs = []
-        for k, slots in enumerate(placement.chunks):
+        for k, block_slots in enumerate(placement.chunks):
             m = t - own_stages[k]
             call = call_of(m.clamp(0, count - 1))
             is_active = (own_stages[k] >= 0) & (m >= 0) & (m < count)
             # in a bubble a stage runs on the first stage's input
             use_first = (own_stages[k] <= 0) | (m < 0) | (m >= count)
             x = first_x if inputs[k] is None else _where(use_first, first_x, inputs[k])
-            for slot in slots:
-                is_used = is_active & (own_blocks[slot] >= 0)
-                p, block_x = _mask_gradients(is_used, blocks[slot]), _mask_gradients(is_used, x)
-                y = call.run(model.run_block, p, block_x, own_blocks[slot].clamp(min=0), call, True)
+            for block_slot in block_slots:
+                is_used = is_active & (own_blocks[block_slot] >= 0)
+                p, block_x = _mask_gradients(is_used, blocks[block_slot]), _mask_gradients(is_used, x)
+                y = call.run(model.run_block, p, block_x, own_blocks[block_slot].clamp(min=0), call, True)
                 check_same_form("block", x, y)
-                x = _where(own_blocks[slot] < 0, x, y)
+                x = _where(own_blocks[block_slot] < 0, x, y)
             outputs.append(x)
         if t >= last:
             yield call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]

@@ -110,13 +110,13 @@ def list_param_splits(
 def style_tied_layers(module: torch.nn.Module, styles: dict[str, Style]) -> None:
     """Give a matching style to each layer that shares its weight with a split embedding or column-parallel layer."""
     for names in _tied_names(module):
-        owners = [name.rpartition(".")[0] for name in names]
-        if not any(isinstance(styles.get(owner), Embedding | ColumnParallel) for owner in owners):
+        layers = [name.rpartition(".")[0] for name in names]
+        if not any(isinstance(styles.get(layer), Embedding | ColumnParallel) for layer in layers):
             continue
-        for owner in owners:
-            if owner not in styles:
-                is_table = isinstance(module.get_submodule(owner), torch.nn.Embedding)
-                styles[owner] = Embedding() if is_table else ColumnParallel(gather=True)
+        for layer in layers:
+            if layer not in styles:
+                is_table = isinstance(module.get_submodule(layer), torch.nn.Embedding)
+                styles[layer] = Embedding() if is_table else ColumnParallel(gather=True)
 
 
 def check_ties(module: torch.nn.Module, param_splits: Mapping[str, ParamSplit]) -> None:

@@ -110,14 +110,14 @@ def assign_units(
     if rules.units is None:
         members = {k: part for key, at in members.items() for k, part in _divide_large(key, at, paths, leaves, split)}
     # identity of a leaf -> its unit, and index there
-    owner = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
+    unit_of_leaf = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
     units = {
         key: _unit(key, axes, paths, leaves, positions=at, split=split, stacks=stacks, reduce_grads=reduce_grads)
         for key, at in members.items()
     }
-    owners = [owner.get(tree.identity(x)) for x in leaves]
-    entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, owners, strict=True)]
+    keys = [unit_of_leaf.get(tree.identity(x)) for x in leaves]
+    entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, keys, strict=True)]
     return _UnitAssignment(entries, list(units.values()), structure)
 
 

@@ -204,7 +204,7 @@ def test_every_element_of_every_matrix_arrives_once_and_returns(shapes, n):
     assignment = OwnerAssignment(n, tuple(-(-size // n) for size in sizes), matrices)
     for owner in range(n):
         own = [i for stack in assignment.owner_stacks[owner] for i in stack if i is not None]
-        got = [(p.matrix, p.size) for parts in assignment.pieces for p in parts[owner]]
+        got = [(p.matrix, p.size) for parts in assignment.ranges for p in parts[owner]]
         for i in own:
             assert sum(size for m, size in got if m == i) == matrices[i].rows * matrices[i].columns
         assert {m for m, _ in got} == set(own)
