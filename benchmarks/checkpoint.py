@@ -4,7 +4,7 @@ python benchmarks/checkpoint.py [--write] [--ranks 2 4] [--mb 144] [--rounds 7] 
 
 Stage 3 and AdamW; each rank holds so many MB of parameters and moments. One world runs all of them in turns, round by
 round, into fresh folders of a local disk, each file fsynced. Memory is what a rank's peak resident size grew by (VmHWM,
-reset before each): the tensors of a save are no torch allocations. `--write` keeps the tables in checkpoint.md.
+reset before each): the tensors of a save are not torch allocations. `--write` keeps the tables in checkpoint.md.
 """
 
 import argparse

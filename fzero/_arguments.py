@@ -31,7 +31,7 @@ def check_int(name: str, value: Any, minimum: int = 1, meaning: str = "", maximu
         maximum: the largest int that is allowed, if one is.
 
     Raises:
-        ValueError: if the value is no int, or is out of range.
+        ValueError: if the value is not an int, or is out of range.
 
     Example:
         >>> check_int("micro_batches", 4)
@@ -72,7 +72,7 @@ def did_you_mean(value: Any, choices: Iterable[Any], form: str = '"{}"', cutoff:
 
     Args:
         value: what the user gave.
-        choices: what there is; those that are no strings are left out.
+        choices: what there is; those that are not strings are left out.
         form: how a choice is written in the error, with "{}" in its place.
         cutoff: how alike they are at least, from 0 to 1.
 

@@ -118,7 +118,7 @@ def index_tensors(leaves: Sequence[Any]) -> tuple[list[int], list[int | None]]:
     """Index the distinct tensors among leaves. A tied tensor, which is several leaves, has one index.
 
     Returns:
-        The position of each distinct tensor's first leaf; and the number of each leaf, None if it is no tensor.
+        The position of each distinct tensor's first leaf; and the number of each leaf, None if it is not a tensor.
     """
     key_of = identity if torch.compiler.is_compiling() else id
     positions: list[int] = []
@@ -304,7 +304,7 @@ def show(x: Any) -> str:
 
 
 def not_a_tensor(label: str, path: str, x: Any) -> str:
-    """Return an error message for a leaf of parameters that is no tensor."""
+    """Return an error message for a leaf of parameters that is not a tensor."""
     if inspect.isgenerator(x):
         return f"{label} is a generator: pass dict(model.named_parameters()), or the module itself"
     remedy = "register its class as a pytree node"

@@ -1,4 +1,4 @@
-"""One thread a worker and its children, one hypothesis profile for all tests, and what is imported is no garbage."""
+"""One thread a worker and its children, one hypothesis profile for all tests, and imports that the collector skips."""
 
 import gc
 import os

@@ -463,7 +463,7 @@ def test_mutants_still_find_their_lines():
 
 
 def test_a_class_has_a_name_of_its_own():
-    """The underscore of a private class is no difference: a reader who says the name must mean one class."""
+    """The underscore of a private class is not a difference: a reader who says the name must mean one class."""
     results: dict[str, list[str]] = {}
     for path in FILES:
         for node in nodes_of(path, ast.ClassDef):

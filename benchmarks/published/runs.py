@@ -15,7 +15,7 @@ __all__ = ["CARDS", "GIB", "Run", "rows_of", "runs"]
 
 FOLDER = pathlib.Path(__file__).parent
 MIB, GIB = 2**20, 2**30
-# What a site's network reached is no constant of a card: it is fitted beside the card's (`fit.py`).
+# What a site's network reached is not a constant of a card: it is fitted beside the card's (`fit.py`).
 CARDS: dict[str, Machine] = {
     "a100_40gb": replace(A100, network=2.4e9),
     "a100_80gb": replace(A100_80GB, network=4.3e9),

@@ -123,7 +123,7 @@ class HeartbeatClient:
         self.publish("work")
 
     def begin_step(self, name: str, is_own: bool = True) -> None:
-        """Publish that a step begins; or a part of the last one, if it is no step of its own."""
+        """Publish that a step begins; or a part of the last one, if it is not a step of its own."""
         self._step += is_own
         self.publish(name)
         self._in_step = True

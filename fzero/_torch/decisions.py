@@ -164,7 +164,7 @@ class _Operations(TorchDispatchMode):
                 self._refuse(f"a size at {user_line()} is {expr}, no polynomial of the length")
             self.checked.add(expr)
         elif isinstance(x, torch.SymFloat | torch.SymBool):
-            self._refuse(f"an operation at {user_line()} gets {x}, which is no whole number")
+            self._refuse(f"an operation at {user_line()} gets {x}, which is not a whole number")
 
 
 def _simplified(expr: Any, symbol: "sympy.Symbol") -> Any:

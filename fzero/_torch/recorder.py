@@ -232,7 +232,7 @@ def _nodes(tracer: Any, x: Any) -> Any:
     """Return arguments of an operation as arguments of its node: the nodes of tensors, and other values unchanged.
 
     Raises:
-        _NotPlainError: if an argument is no plain value, such as a number, and no stand-in of this trace.
+        _NotPlainError: if an argument is not a plain value, such as a number, and no stand-in of this trace.
     """
     if isinstance(x, torch.Tensor):
         tracked = tracer.tensor_tracker.get(x) if type(x) is FakeTensor else None

@@ -106,7 +106,7 @@ def axis_if_bound(axis: str) -> tuple[str, ...]:
     """Return the axis of this name if it is bound; else no axis, and a collective over no axis sends nothing.
 
     Raises:
-        TypeError: if `axis` is no string.
+        TypeError: if `axis` is not a string.
     """
     if not isinstance(axis, str):
         raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")

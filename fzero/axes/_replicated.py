@@ -25,7 +25,7 @@ class DiffersByRankError(ValueError):
     """A value differs by rank, and its layout or its use says that it is equal on all ranks.
 
     Attributes:
-        result_path: the path of the value among the results of a rank program; None if it is no result.
+        result_path: the path of the value among the results of a rank program; None if it is not a result.
 
     Example:
         >>> import torch

@@ -180,7 +180,7 @@ def layout_rules(units: UnitRule | None, over: AxisName | OverRule, split: Split
     """Return the layout rules that the arguments `units`, `over` and `split` mean.
 
     Raises:
-        TypeError: if an argument is no rule, or takes other arguments; `over` may also be names of axes.
+        TypeError: if an argument is not a rule, or takes other arguments; `over` may also be names of axes.
     """
     split_rule: Any = join_rules(split)
     for name, rule, expected in (

@@ -59,7 +59,7 @@ def checkpoints(
         `Checkpoints`, with `save`, `save_in_memory`, `restore` and `wait`.
 
     Raises:
-        ValueError: if `keep` or `keep_every` is below 1, `copies` is below 0, or `memory` is no folder.
+        ValueError: if `keep` or `keep_every` is below 1, `copies` is below 0, or `memory` is not a folder.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -79,7 +79,7 @@ def checkpoints(
             check_int(name, n, 1, "a number of checkpoints" if name == "keep" else "a number of steps")
     check_int("copies", copies, 0, "a number of copies")
     if memory is not None and not os.path.isdir(memory):  # made on the disk, it would not be memory
-        raise ValueError(f'memory={memory!r} is no folder: expected one of shared memory, such as "/dev/shm"')
+        raise ValueError(f'memory={memory!r} is not a folder: expected one of shared memory, such as "/dev/shm"')
     files = files_at(root)
     return Checkpoints(
         files=files, mesh=mesh, keep=keep, keep_every=keep_every, timeout=timeout, memory=memory, copies=copies
@@ -171,7 +171,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if this save or the previous one failed.
             FloatingPointError: if a value of `finite` is not finite. The message names it.
-            TypeError: if a value of `finite` is no number, or is in a box.
+            TypeError: if a value of `finite` is not a number, or is in a box.
             ValueError: if the step is not an int of 0 or more.
         """
         _check_finite(step, finite)
@@ -344,7 +344,7 @@ class Checkpoints:
         keep = {*steps[-self._keep :], *[n for n in steps if self._keep_every and n % self._keep_every == 0]}
         for step in step_numbers(self._files):
             if step < newest and step not in keep:
-                # the manifest first, so that a partial removal is no checkpoint
+                # the manifest first, so that a partial removal is not a checkpoint
                 self._files.subfolder(step_name(step)).remove_all(first=MANIFEST)
 
 

@@ -28,7 +28,7 @@ def leaves(path: StrPath) -> dict[str, Leaf]:
     """List the leaves of a checkpoint, with shapes and dtypes. A tied leaf is listed at each of its paths.
 
     Raises:
-        CheckpointError: if the folder is no complete checkpoint.
+        CheckpointError: if the folder is not a complete checkpoint.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -50,7 +50,7 @@ def read(path: StrPath, name: str) -> Any:
         name: the path of the leaf, such as `"params.blocks.0.w"`, or of a key within a value, `"loader.position"`.
 
     Raises:
-        CheckpointError: if the folder is no complete checkpoint, has no such leaf, or the leaf is damaged.
+        CheckpointError: if the folder is not a complete checkpoint, has no such leaf, or the leaf is damaged.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -118,7 +118,7 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
         The number of bytes read.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint, or is damaged. The message names the first damaged file and
+        CheckpointError: if the folder is not a checkpoint, or is damaged. The message names the first damaged file and
             leaves in it.
 
     Example:
@@ -181,7 +181,7 @@ def differences(
         progress: called after each leaf with the bytes compared so far and the bytes of all leaves.
 
     Raises:
-        CheckpointError: if one of them is no complete checkpoint, or one of its leaves is damaged.
+        CheckpointError: if one of them is not a complete checkpoint, or one of its leaves is damaged.
     """
     files = files_at(one), files_at(other)
     manifests = read_complete(files[0]), read_complete(files[1])
@@ -279,7 +279,7 @@ def export(
         The file, and the names of its leaves.
 
     Raises:
-        CheckpointError: if the folder is no complete checkpoint, has no leaf below the prefix, or a leaf is damaged.
+        CheckpointError: if the folder is not a complete checkpoint, has no leaf below the prefix, or a leaf is damaged.
             Also if the name of `out` is that of another kind of file.
     """
     files, target = files_at(path), os.fspath(out)
@@ -313,7 +313,9 @@ def _check_kind(target: str, as_torch: bool) -> None:
     """
     kind = os.path.splitext(target)[1]
     if not as_torch and kind in (".bin", ".pt", ".pth", ".ckpt", ".safetensor"):
-        raise CheckpointError(f"{target!r} is no .safetensors file and no folder: use --torch for a file of torch.save")
+        raise CheckpointError(
+            f"{target!r} is neither a .safetensors file nor a folder: use --torch for a torch.save file"
+        )
     if as_torch and kind == ".safetensors":
         raise CheckpointError(f"{target!r}: torch.save writes no safetensors; omit --torch, or name the file .pt")
 

@@ -295,7 +295,7 @@ def float8(kind: str = "e4m3", block: int = 256) -> Codec:
         The codec: 1 byte an element, and 4 bytes a block.
 
     Raises:
-        ValueError: if `kind` is neither, or `block` is no number of elements.
+        ValueError: if `kind` is neither, or `block` is not a number of elements.
 
     Example:
         >>> import torch

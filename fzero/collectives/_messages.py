@@ -130,7 +130,7 @@ def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
         differentiated with respect to `x`.
 
     Raises:
-        TypeError: if `x` is no tensor.
+        TypeError: if `x` is not a tensor.
         ValueError: if `to` is not another rank of the axis, or `tag` is out of range.
         RuntimeError: if the ranks are simulated by vmap, or the program is traced.
         DivergedError: in lockstep, if no rank receives the message.
@@ -167,7 +167,7 @@ def receive(
         The received tensor.
 
     Raises:
-        TypeError: if `like` or the ticket is no tensor.
+        TypeError: if `like` or the ticket is not a tensor.
         ValueError: if `source` is not another rank of the axis, `tag` is out of range, or the ticket is not of shape
             []. In lockstep also if another shape or dtype arrives.
         RuntimeError: if the ranks are simulated by vmap, or the program is traced.

@@ -57,7 +57,7 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     A tensor that is in host memory already, as on a machine without accelerators, is copied too.
 
     Raises:
-        TypeError: if `x` is no tensor, such as a box or a tree of tensors.
+        TypeError: if `x` is not a tensor, such as a box or a tree of tensors.
 
     Example:
         >>> import fzero
@@ -72,7 +72,7 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor from host memory to a device, differentiably: the transpose of `to_host`.
 
     Raises:
-        TypeError: if `x` is no tensor, such as a box or a tree of tensors.
+        TypeError: if `x` is not a tensor, such as a box or a tree of tensors.
 
     Example:
         >>> import fzero

@@ -140,7 +140,7 @@ def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: M
     """Check that the ranks can share a batch, and that no option is reserved.
 
     Raises:
-        TypeError: if `mesh` is no mesh, `global_batch` no int, or an option is reserved.
+        TypeError: if `mesh` is not a mesh, `global_batch` is not an int, or an option is reserved.
         ValueError: if the ranks do not divide `global_batch`, or it is below 1.
     """
     if not isinstance(mesh, Mesh):

@@ -194,7 +194,7 @@ def run(
 
     Raises:
         RuntimeError: if the ranks that are alive are too few for the mesh, `min_ranks` or the batch.
-        TypeError: if `train` is no function.
+        TypeError: if `train` is not a function.
         ValueError: if an argument is out of range, or there is no axis.
         LostRankError: if a rank is lost. torchrun starts the others again.
 

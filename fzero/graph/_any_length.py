@@ -81,7 +81,7 @@ class _Formula:
 
 
 def _fit_formula(graphs: Sequence[tuple[int, Graph]]) -> _Formula | None:
-    """Fit a formula to graphs of one structure at three lengths or more; None if an integer is no polynomial."""
+    """Fit a formula to graphs of one structure at three lengths or more; None if an integer is not a polynomial."""
     assert len(graphs) >= _SAMPLES
     numbers = [_numbers(graph) for _, graph in graphs]
     fits = [
@@ -340,7 +340,7 @@ def _formula(traced: Sequence[_TracedCall]) -> _Formula:
         raise _torch.FixedSizeError("the step captures another tensor at another length")
     formula = _fit_formula([(x.length, x.entry.best.graph) for x in traced])
     if formula is None:
-        raise _torch.FixedSizeError("an integer in its graph is no polynomial of the length")
+        raise _torch.FixedSizeError("an integer in its graph is not a polynomial of the length")
     return formula
 
 

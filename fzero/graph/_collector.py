@@ -11,7 +11,7 @@ __all__ = ["paused_collector"]
 def paused_collector() -> Iterator[None]:
     """Pause the garbage collector, and restore its state afterwards.
 
-    The nodes of a graph refer to each other: they form cycles, but are no garbage yet. The collector would visit them
+    The nodes of a graph refer to each other: they form cycles, but are not garbage yet. The collector would visit them
     again and again. Pauses may overlap, in threads too: the pause that found the collector enabled enables it again.
     """
     on = gc.isenabled()

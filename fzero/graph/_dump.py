@@ -36,7 +36,7 @@ def make_folder(folder: str | os.PathLike[str]) -> str:
         The folder's absolute path.
 
     Raises:
-        TypeError: if `folder` is no path.
+        TypeError: if `folder` is not a path.
         ValueError: if the folder cannot be made or written into. The message names the folder.
     """
     try:

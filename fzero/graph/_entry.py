@@ -220,7 +220,7 @@ def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
     Raises:
         RuntimeError: if the step reads a tensor's value in Python or writes into a tensor that it did not make, or if
             the ranks traced different steps.
-        TypeError: if the step returns a value that is no tensor.
+        TypeError: if the step returns a value that is not a tensor.
         ValueError: if an argument or a captured tensor requires grad.
     """
     arguments.check_traceable()

@@ -97,9 +97,9 @@ def jit(
         A `Jitted` step: call it like `step`.
 
     Raises:
-        TypeError: if `step` is no function, is jitted already or decides in Python, as `local_steps` does; if `dump` is
-            no path.
-        ValueError: if an argument has a value that it does not take, or if `dump` is no writable folder.
+        TypeError: if `step` is not a function, is jitted already or decides in Python, as `local_steps` does; if `dump`
+            is not a path.
+        ValueError: if an argument has a value that it does not take, or if `dump` is not a writable folder.
 
     Example:
         >>> import fzero, torch
@@ -243,8 +243,8 @@ class Jitted:
                 did not make, or if the ranks trace different steps. The message names the line.
             ValueError: if a donated argument shares memory with another tensor, or an argument requires grad. The
                 message names the argument.
-            TypeError: if the step returns a value that is no tensor, if an argument is of a tensor subclass, or if an
-                argument that is no tensor has no hash. The message names the result or the argument.
+            TypeError: if a result is not a tensor, if an argument is of a tensor subclass, or if an argument that is
+                not a tensor has no hash. The message names the result or the argument.
         """
         if _torch.in_transform():  # the step is a part of a larger trace, or of a transform of torch.func
             return self.step(*args, **kwargs)

@@ -298,7 +298,7 @@ def local_steps(
         A `LocalSteps`. Call it like the step.
 
     Raises:
-        TypeError: if `step` is no sharded step, or its parameters are not its first argument.
+        TypeError: if `step` is not a sharded step, or its parameters are not its first argument.
         ValueError: if `over` is not an axis of the mesh or is its only axis, or a number is out of range. Also if the
             outer optimizer is not exact on shards, and the stage shards the anchor.
 

@@ -21,7 +21,7 @@ _SAVE_HINT = "save replicas by step.save(path, params, state), where step is fro
 class Replicas:
     """A tree that each replica holds for itself, such as the parameters between two averages.
 
-    It is no pytree, so no other function mistakes the replicas for copies of one tree.
+    It is not a pytree, so no other function mistakes the replicas for copies of one tree.
 
     Attributes:
         trees: on processes the tree of this process's replica; in a simulation the tree of each replica.

@@ -13,7 +13,7 @@ def checked_context(module: torch.nn.Module, axis: str) -> ContextAxis:
     """Check that a model's sequences can be split over an axis.
 
     Raises:
-        TypeError: if the axis has no name, or the module is no model of transformers.
+        TypeError: if the axis has no name, or the module is not a model of transformers.
         ValueError: if the model combines tokens otherwise than by attention. The message names the module or the line.
     """
     if not isinstance(axis, str):

@@ -47,7 +47,7 @@ def float8_linear(
         `[.., n]` of the dtype of `x`. Each number that shares a scale with an infinite or nan number gives nan.
 
     Raises:
-        ValueError: if the shapes do not match, a size of `weight` is no multiple of 16, or `scaling` is neither.
+        ValueError: if the shapes do not match, a size of `weight` is not a multiple of 16, or `scaling` is neither.
         TypeError: if the dtypes are others.
         NotImplementedError: for forward-mode derivatives, such as `torch.func.jvp`.
 

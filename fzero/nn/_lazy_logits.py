@@ -207,14 +207,14 @@ def check_head(model: torch.nn.Module) -> str:
         model: a model of transformers for language.
 
     Raises:
-        TypeError: if it is no model of transformers.
-        ValueError: if its head is no linear layer, or it has none.
+        TypeError: if it is not a model of transformers.
+        ValueError: if its head is not a linear layer, or it has none.
     """
     name = type(model).__name__
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
-            f"chunked_loss=True: {name} is no model of transformers, whose head would be known: in a model of your own "
-            "pass the input of its head and the head's weight to fzero.nn.linear_cross_entropy"
+            f"chunked_loss=True: {name} is not a model of transformers, whose head would be known: in a model of your "
+            "own pass the input of its head and the head's weight to fzero.nn.linear_cross_entropy"
         )
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not torch.nn.Linear:

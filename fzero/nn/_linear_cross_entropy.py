@@ -152,7 +152,7 @@ def _check(
     labels: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    """Raise an error for shapes that do not belong together, or labels that are no ints."""
+    """Raise an error for shapes that do not belong together, or labels that are not ints."""
     if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden has the shape {list(hidden.shape)}, and weight {list(weight.shape)}: expected [.., d] and [v, d]"

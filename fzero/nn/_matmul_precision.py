@@ -28,7 +28,7 @@ class MatmulPrecision:
         scaling: "tensorwise" or "rowwise".
         layers: a rule `(path, weight) -> bool` for the layers that multiply so, by the path of their weights. None for
             linear layers within repeated blocks, but for routers; so heads and embeddings stay exact. In a module
-            without such layers it is all but the first and the last one. Sizes that are no multiples of 16 stay exact.
+            without such layers it is all but the first and the last one. Sizes that are not multiples of 16 stay exact.
 
     Raises:
         ValueError: if `kind` or `scaling` is none of these.
@@ -57,7 +57,7 @@ class MatmulPrecision:
         """List the paths of the weights whose layers multiply in float8.
 
         Raises:
-            ValueError: if the rule names no layer, or one whose sizes are no multiples of 16.
+            ValueError: if the rule names no layer, or one whose sizes are not multiples of 16.
         """
         weights = {path: _weight(m) for path, m in _linear_layers(module).items()}
         names = (

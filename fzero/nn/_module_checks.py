@@ -92,7 +92,7 @@ def check_tensors(tensors: object, names: frozenset[str], label: str, kind: str,
         boxes: whether boxes may stand for tensors.
 
     Raises:
-        TypeError: if `tensors` is no dict, or holds anything but tensors.
+        TypeError: if `tensors` is not a dict, or holds anything but tensors.
         ValueError: if names are missing or unknown.
     """
     if not isinstance(tensors, dict):

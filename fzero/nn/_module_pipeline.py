@@ -40,7 +40,7 @@ class ModulePipeline(NamedTuple):
         def name(path: str) -> str:
             if path not in names:
                 raise ValueError(
-                    f"leaf {path!r} is no parameter of the module: pass a tree with the structure of `params`"
+                    f"leaf {path!r} is not a parameter of the module: pass a tree with the structure of `params`"
                 )
             return names[path]
 

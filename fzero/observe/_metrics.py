@@ -45,7 +45,7 @@ def log(*writers: Callable[[Rows], None], every: int = 10, mesh: Mesh | None = N
 
     Raises:
         ValueError: if `every` is not a number of steps.
-        TypeError: if a writer is no function.
+        TypeError: if a writer is not a function.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ class MetricsLog:
                 paths.
 
         Raises:
-            TypeError: if a value is no number, or differs by rank. The message names the metric.
+            TypeError: if a value is not a number, or differs by rank. The message names the metric.
         """
         if not self._is_leader:
             return
@@ -138,7 +138,7 @@ def _by_path(values: Any) -> dict[str, Any]:
     """Return the metrics of a tree by their paths.
 
     Raises:
-        TypeError: if a metric has no name, is no number, or differs by rank.
+        TypeError: if a metric has no name, is not a number, or differs by rank.
     """
     paths, leaves, _ = tree.flatten_with_paths(values, is_box)
     if "" in paths:

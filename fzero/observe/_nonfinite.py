@@ -213,7 +213,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
         or the operation, and your source line.
 
     Raises:
-        TypeError: if `step` is no function.
+        TypeError: if `step` is not a function.
         RuntimeError: when called within a trace, or with a step on the mesh of a plan.
 
     Example:

@@ -216,7 +216,7 @@ class NonFiniteTracker:
         return len(self.graph.values) - 1
 
     def _record_captured(self, kind: _Kind, operation: WatchedOperation) -> int:
-        """Record a tensor from before the call that is no argument: one that a function captured."""
+        """Record a tensor from before the call that is not an argument: one that a function captured."""
         origin = self._origin(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
         is_intended = not kind.nan and not kind.above

@@ -264,7 +264,7 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
             sums = sums_by_name.setdefault(e.name, [0.0, 0.0, 0.0])
             for i, value in enumerate((e.self_cpu_time_total, 1e6, getattr(e, "self_device_time_total", 0))):
                 sums[i] += value / 1e6 / steps
-    # a user's record_function is no operation: its own time is the time between the operations within
+    # a user's record_function is not an operation: its own time is the time between the operations within
     user_marks = {e.name for e in events if e.is_user_annotation and _operation_kind(e.name) in ("compute", "copies")}
     kinds = {name: "Python" if name in user_marks else _operation_kind(name) for name in sums_by_name}
     costs = [

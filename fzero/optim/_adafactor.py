@@ -334,7 +334,7 @@ def _zeros_like(like: torch.Tensor, device: torch.device | None) -> tuple[torch.
 
 
 class _Factors(NamedTuple):
-    """A second moment as a product of factors for rows and columns (None for a leaf that is no matrix).
+    """A second moment as a product of factors for rows and columns (None for a leaf that is not a matrix).
 
     Its root is at least `min_root`.
     """

@@ -45,7 +45,7 @@ def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], b
             continue  # reading its value would break a trace
         if not (isinstance(value, Real) and holds(value)):
             hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
-            hint = f"; a string is no number: float({value!r})" if isinstance(value, str) else hint
+            hint = f"; a string is not a number: float({value!r})" if isinstance(value, str) else hint
             hint = "; give b1 and b2 one by one, b1=0.9, b2=0.999" if isinstance(value, tuple | list) else hint
             raise ValueError(f"{name}={value!r}: expected {expected}{hint}")
 

@@ -51,7 +51,7 @@ class Precision:
             units.
         shard: the dtype of parameters that are sharded between steps, as at stage 3; by default `param`. With the dtype
             `master`, a rank's shards are the master weights, and gathers cast them to `param`, as FSDP2 does. So there
-            are no shards in half precision beside them. Numbers are equal to the last bit. Other stages keep full
+            are not shards in half precision beside them. Numbers are equal to the last bit. Other stages keep full
             parameters in `param`, with masters in the optimizer state.
         gather: a codec, such as `fzero.codecs.int8()`, by which the parameters are rounded wherever the loss uses
             them, at every stage; at stage 3 they are sent so. Gradients pass the rounding unchanged. Leaves of `full`

@@ -168,7 +168,7 @@ class Engine:
             return {}
         model = self.models.apply.module
         names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
-        # tied weights stay one tensor; a metric has tensors that are no buffers
+        # tied weights stay one tensor; a metric has tensors that are not buffers
         state = model.state_dict(keep_vars=True)
         return {key: full[names[id(x)]] if id(x) in names else x for key, x in state.items()}
 

@@ -113,7 +113,7 @@ def _group_names(opt: torch.optim.Optimizer, i: int, names: Mapping[int, str], s
     unknown = [p for p in group["params"] if p.requires_grad and id(p) not in names]
     if unknown:
         raise ValueError(
-            f"{source}: group {i} holds a tensor {list(unknown[0].shape)} that is no parameter of the model: build "
+            f"{source}: group {i} holds a tensor {list(unknown[0].shape)} that is not a parameter of the model: build "
             "the optimizer from the parameters of the model that the trainer has"
         )
     for option in ("amsgrad", "maximize", "differentiable"):

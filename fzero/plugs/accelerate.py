@@ -161,7 +161,7 @@ def full_model(step: Step) -> torch.nn.Module:
     """Return a copy of a step's model with all its weights, on the host. All processes call it.
 
     Raises:
-        TypeError: if `step` is no step of `shard_loop`.
+        TypeError: if `step` is not a step of `shard_loop`.
 
     Example:
         >>> full_model(torch.nn.Linear(1, 1))

@@ -50,7 +50,7 @@ def shard_trainer(
         The sharded trainer.
 
     Raises:
-        TypeError: if `trainer` is no Trainer.
+        TypeError: if `trainer` is not a Trainer.
         ValueError: if a setting cannot hold, such as `fsdp`, or an optimizer without a counterpart in `fzero.optim`.
             The message names the setting.
 

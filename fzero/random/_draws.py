@@ -39,7 +39,7 @@ def uniform(
         The numbers: multiples of 2^-24 in float32, 2^-53 in float64, 2^-11 in float16, 2^-8 in bfloat16.
 
     Raises:
-        TypeError: if `key` is no key, or the dtype is none of these.
+        TypeError: if `key` is not a key, or the dtype is none of these.
 
     Example:
         >>> from fzero import random
@@ -77,7 +77,7 @@ def normal(
         The numbers. Numbers in half precision are rounded from float32.
 
     Raises:
-        TypeError: if `key` is no key, or the dtype is not float64, float32, float16 or bfloat16.
+        TypeError: if `key` is not a key, or the dtype is not float64, float32, float16 or bfloat16.
 
     Example:
         >>> from fzero import random
@@ -122,8 +122,8 @@ def bernoulli(
         A bool tensor of shape `shape`.
 
     Raises:
-        TypeError: if `key` is no key.
-        ValueError: if a number `p` is no probability; the values of a tensor are not checked.
+        TypeError: if `key` is not a key.
+        ValueError: if a number `p` is not a probability; the values of a tensor are not checked.
 
     Example:
         >>> from fzero import random
@@ -151,7 +151,7 @@ def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device
         relative difference of about (high - low) / 2^63.
 
     Raises:
-        TypeError: if `key` is no key.
+        TypeError: if `key` is not a key.
         ValueError: if no integer lies in the range.
 
     Example:
@@ -181,8 +181,8 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
         A tensor like `x`.
 
     Raises:
-        TypeError: if `key` is no key.
-        ValueError: if `p` is no probability.
+        TypeError: if `key` is not a key.
+        ValueError: if `p` is not a probability.
 
     Example:
         >>> from fzero import random
@@ -196,7 +196,7 @@ def keep_mask(key: torch.Tensor, p: float, shape: Sequence[int], device: _Device
     """Draw the mask of the elements that dropout keeps.
 
     Raises:
-        ValueError: if `p` is no probability.
+        ValueError: if `p` is not a probability.
     """
     return _is_kept(bits(key, shape, device), p)
 
@@ -205,8 +205,8 @@ def keep_mask_at(key: torch.Tensor, p: float, counter: torch.Tensor) -> torch.Te
     """Draw the mask of some elements that dropout keeps, by their places in the flat tensor.
 
     Raises:
-        TypeError: if `key` is no key.
-        ValueError: if `p` is no probability.
+        TypeError: if `key` is not a key.
+        ValueError: if `p` is not a probability.
     """
     check_key(key)
     return _is_kept(bits_at(key.to(counter.device), counter), p)

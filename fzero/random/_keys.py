@@ -55,7 +55,7 @@ def check_key(key: Any) -> None:
     """Check that the argument is a key.
 
     Raises:
-        TypeError: if `key` is no int64 tensor of shape [].
+        TypeError: if `key` is not an int64 tensor of shape [].
     """
     if not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.ndim:
         text = f"{key.dtype} {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
@@ -95,7 +95,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         The new key, which differs for each `data`.
 
     Raises:
-        TypeError: if `key` is no key, or `data` no integer.
+        TypeError: if `key` is not a key, or `data` is not an integer.
 
     Example:
         >>> from fzero import random
@@ -125,7 +125,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
         The keys, int64 `[num]`; `a, b = split(key)` unpacks them, and `torch.vmap` maps over them.
 
     Raises:
-        TypeError: if `key` is no key.
+        TypeError: if `key` is not a key.
 
     Example:
         >>> from fzero import random

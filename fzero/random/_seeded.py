@@ -108,7 +108,7 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
         A function `(key, *args, **kwargs)` that returns the result of `f(*args, **kwargs)`.
 
     Raises:
-        TypeError: when called, if the first argument is no key.
+        TypeError: when called, if the first argument is not a key.
         RuntimeError: when called, if `f` calls a function that has no draw by key (`multinomial`, an LSTM's dropout).
             Also if `f` draws in an inner vmap or rank program, where all draws would silently be the same.
 

@@ -183,7 +183,7 @@ def _wait_for(store: Any, key: str, timeout: float, patience: float, message: st
     threading.Thread(target=run, daemon=True, name="fzero meets").start()
     try:
         return value.result(patience).decode()
-    except DistNetworkError:  # the connection is lost; this is no timeout
+    except DistNetworkError:  # the connection is lost; this is not a timeout
         raise
     except (RuntimeError, TimeoutError) as error:
         raise MissingRankError(message) from error

@@ -377,7 +377,7 @@ class Mesh:
     def device_put(self, values: Tree) -> Tree:
         """Return a tree of plain tensors on the mesh's device, such as a module's buffers.
 
-        Tensors that lie there, values that are no tensors, and tensors on the meta device are returned as they are.
+        Tensors that lie there, values that are not tensors, and tensors on the meta device are returned as they are.
 
         Example:
             >>> mesh(dp=2, device="cpu").device_put({"positions": torch.arange(3)})

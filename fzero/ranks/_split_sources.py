@@ -1,6 +1,6 @@
 """The global tensors that `mesh.split` split, for the check of a step's first call.
 
-A batch that each rank loaded itself is no global batch: split again, most of it would be dropped without an error.
+A batch that each rank loaded itself is not a global batch: split again, most of it would be dropped without an error.
 """
 
 import weakref

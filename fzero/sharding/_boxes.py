@@ -292,7 +292,7 @@ class PerRank(_Box):
 
 @dataclass(frozen=True)
 class _PerRankKey:
-    """The static data of a `PerRank` node. How a batch was split is no part of a tree's structure."""
+    """The static data of a `PerRank` node. How a batch was split is not part of a tree's structure."""
 
     axes: tuple[str, ...] | None
     split: BatchSplit | None = field(compare=False)

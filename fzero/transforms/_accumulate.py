@@ -104,7 +104,7 @@ def _check_alike(aux: Any, other: Any) -> None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are surely equal; False for values such as numpy arrays, whose `==` is no bool."""
+    """Return whether two values are surely equal; False for values such as numpy arrays, whose `==` is not a bool."""
     try:
         return a is b or bool(a == b)
     except Exception:

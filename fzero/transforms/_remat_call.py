@@ -332,7 +332,7 @@ class Vjp:
                 ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
                 out = tuple([ys[i] for i in self.outputs])
                 for deferred in (self.deferred_checks or {}).values():
-                    results = {1 + i: y for i, y in zip(self.outputs, out, strict=True)}  # output 0 is no tensor
+                    results = {1 + i: y for i, y in zip(self.outputs, out, strict=True)}  # output 0 is not a tensor
                     deferred.check(results, dict(zip(self.wrt, xs, strict=True)))
                 return out
 

@@ -227,7 +227,7 @@ def plan_at(
         settings: the settings of the schedule; by default the plan chooses them.
 
     Raises:
-        TypeError: if `make_step` is no function, or returns neither a tuple `(step, *args)` nor a plan.
+        TypeError: if `make_step` is not a function, or returns neither a tuple `(step, *args)` nor a plan.
         ValueError: if it returns a plan and `world_size` is given.
     """
     step_args = step_at(make_step, at)
@@ -245,7 +245,7 @@ def step_at(make_step: MakeStep, at: Any) -> StepArgs | Plan:
     """Call `make_step`, and return the step and its arguments, or the plan.
 
     Raises:
-        TypeError: if `make_step` is no function, or returns neither of them.
+        TypeError: if `make_step` is not a function, or returns neither of them.
     """
     if not callable(make_step):
         word = "ratio" if isinstance(at, Real) else "configuration"

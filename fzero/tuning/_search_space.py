@@ -341,7 +341,9 @@ def _parallel_dims(options: TuneOptions) -> list[_ParallelDims]:
                 _ParallelDims(ranks=ranks, ep=ep, tp=tp, pp=pp, schedule=name, cp=cp, stages_per_rank=stages_per_rank)
             )
     _check_each(
-        options, parallel_dims, f"world_size={world} is no multiple of cp x tp x pp, or the rest is no multiple of ep"
+        options,
+        parallel_dims,
+        f"world_size={world} is not a multiple of cp x tp x pp, or the rest is not a multiple of ep",
     )
     even = [x for x in parallel_dims if options.global_batch % x.ranks == 0]
     if not even:

@@ -483,7 +483,7 @@ def _budget_of(machine: Machine, memory: float | None, margin: float | None) -> 
     """Return the bytes that a plan may use.
 
     Raises:
-        ValueError: if `memory` is no positive number of bytes.
+        ValueError: if `memory` is not a positive number of bytes.
     """
     if memory is None:
         return machine.device_bytes * (1 - (margin or 0))

@@ -213,7 +213,7 @@ def _has_a_unit(params: Any, rules: LayoutRules) -> bool:
 def check_unwritten(args: Sequence[Any], param_argnums: Sequence[int]) -> None:
     """Check that a traced step has not written into the shards of its parameters.
 
-    A trace itself detects writes into arguments. These shards are no arguments, so they are checked here.
+    A trace itself detects writes into arguments. These shards are not arguments, so they are checked here.
     """
     if torch.compiler.is_dynamo_compiling() or not is_tracing():
         return
@@ -245,7 +245,7 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
 
 
 def _check_is_params(i: int, result: Any, old: Any) -> None:
-    """Check that a result may be new parameters, and is no optimizer state, metric, gradient or update."""
+    """Check that a result may be new parameters, and is not an optimizer state, metric, gradient or update."""
     if is_opt_state(result) or (isinstance(result, torch.Tensor) and not isinstance(old, torch.Tensor)):
         shown = _type_name(result) if is_opt_state(result) else tree.show(result)
         raise ValueError(
@@ -372,7 +372,7 @@ def as_value(x: Any) -> Any:
 
 
 def is_like(x: Tree, y: Tree) -> bool:
-    """Return whether two trees of tensors have the same structure, shapes and dtypes. A lone tensor is no tree."""
+    """Return whether two trees of tensors have the same structure, shapes and dtypes. A lone tensor is not a tree."""
     (xs, structure), (ys, structure_y) = tree.flatten(x), tree.flatten(y)
     is_tree = not isinstance(x, torch.Tensor) and any(isinstance(a, torch.Tensor) for a in xs)
     return is_tree and structure == structure_y and [tree.show(a) for a in xs] == [tree.show(b) for b in ys]

@@ -20,7 +20,7 @@ def fill_template(label: str, source: TreeSource, template: Any, mesh: Mesh, lik
 
     Args:
         label: the tree's name in messages.
-        source: the leaves. Values that are no tensors are copied into the result as they are.
+        source: the leaves. Values that are not tensors are copied into the result as they are.
         template: the tree with boxes in place of its sharded leaves. The contents of the boxes are not read.
         mesh: the ranks; in a simulation the boxes hold all ranks' shards.
         like: a tree of the same structure, of whose leaves without a box each device is kept; None for the mesh's.

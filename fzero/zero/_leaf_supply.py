@@ -20,8 +20,8 @@ class _LeafSupply:
     """A tree whose leaves exist.
 
     Attributes:
-        leaves: meta tensors like the leaves; tied leaves are one object. Values that are no tensors are unchanged.
-        devices: the device of each leaf; None for a value that is no tensor.
+        leaves: meta tensors like the leaves; tied leaves are one object. Values that are not tensors are unchanged.
+        devices: the device of each leaf; None for a value that is not a tensor.
         structure: the tree's structure, in which a `PerRank` value is a leaf.
         tensors: the leaves themselves, until `iter_leaves` passes them on.
         notes: if the caller donates the leaves, an error message for each, for later reads; else empty.
@@ -72,7 +72,7 @@ def make_supply(label: str, values: Any, donated_to: str | None = None) -> _Leaf
 
     Raises:
         ValueError: if the tree is sharded. The message names the first box.
-        TypeError: if a leaf is no dense tensor. The message names it.
+        TypeError: if a leaf is not a dense tensor. The message names it.
     """
     paths, tensors, structure = tree.flatten_with_paths(values, is_box)
     leaves: list[Any] = []

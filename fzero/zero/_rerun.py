@@ -40,7 +40,7 @@ class Rerun:
 
     Raises:
         ValueError: if `every` is below 1.
-        TypeError: if `every` is no int.
+        TypeError: if `every` is not an int.
 
     Example:
         >>> import fzero, torch

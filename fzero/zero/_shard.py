@@ -60,8 +60,9 @@ def shard(
 
     Raises:
         ValueError: if `stage` is not 0 to 3, `axis` is not an axis of the mesh, or `check` has an invalid value.
-        TypeError: if `train_step` is no function, is jitted already, is a module, or runs an optimizer of torch.optim;
-            or if `mesh` is no mesh. Also if `axis` is no name, or if `units`, `over` or `split` is no rule.
+        TypeError: if `train_step` is not a function, is jitted already, is a module, or runs an optimizer of
+            torch.optim; or if `mesh` is not a mesh. Also if `axis` is not a name, or if `units`, `over` or `split` is
+            not a rule.
 
     Example:
         >>> import fzero, torch

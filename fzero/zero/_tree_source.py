@@ -29,12 +29,12 @@ class TreeSource(Protocol):
 
     @property
     def leaves(self) -> list[Any]:
-        """Meta tensors like the leaves; tied leaves are one object. Values that are no tensors are unchanged."""
+        """Meta tensors like the leaves; tied leaves are one object. Values that are not tensors are unchanged."""
         ...
 
     @property
     def devices(self) -> list[Any]:
-        """The device of each leaf; None for a value that is no tensor."""
+        """The device of each leaf; None for a value that is not a tensor."""
         ...
 
     @property

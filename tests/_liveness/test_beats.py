@@ -52,7 +52,7 @@ def test_a_rank_that_works_is_not_idle(monitor):
     for now in range(0, 1000, 2):
         monitor.use = _Usage("S", now * 0.5, True)
         assert rank.activity(float(now)).idle < 20
-    monitor.use = _Usage("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is no work
+    monitor.use = _Usage("S", 1000 * 0.5 + 0.01 * 500, True)  # a thread that logs is not work
     for now in range(1000, 1500, 2):
         rank.activity(float(now))
     assert rank.activity(1500.0).idle > 300

@@ -245,7 +245,7 @@ def test_a_rank_whose_process_is_gone_is_lost_once_others_wait_for_it(process, r
 
 
 def test_ranks_that_go_on_after_one_has_ended_get_no_verdict():
-    """Also after rank 0 has, whose silence is no loss then."""
+    """Also after rank 0 has, whose silence does not count as a loss then."""
     network = Network(4)
     network.run(10)
     network.activities[3] = WORK._replace(process="ended")

@@ -82,7 +82,7 @@ def test_a_peer_that_does_not_read_is_no_sign_of_work():
 
 
 def test_a_rank_whose_data_is_under_way_is_not_idle(monkeypatch):
-    """Half of the time it is, for instance where packets are lost. A long time without any answer is no work."""
+    """Half of the time it is, for instance where packets are lost. A long time without any answer is not work."""
     one, other = connection()
     with one, other:
         system, actual = ProcessMonitor(os.getpid(), 300.0), _tcp_sockets()

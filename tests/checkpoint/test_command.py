@@ -129,7 +129,7 @@ WRONG: list[tuple[list[str], str]] = [
         "has no leaves below 'model': its first keys are",
     ),
     (["export", "RUN/step-00000012", "RUN/step-00000012/manifest.json/x"], "Not a directory"),
-    (["export", "RUN/step-00000012", "OUT/x.bin"], "no .safetensors file and no folder: use --torch"),
+    (["export", "RUN/step-00000012", "OUT/x.bin"], "neither a .safetensors file nor a folder: use --torch"),
     (["export", "RUN/step-00000012", "OUT/x.safetensors", "--torch"], "torch.save writes no safetensors"),
 ]
 

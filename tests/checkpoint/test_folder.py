@@ -82,7 +82,7 @@ def test_reading_a_missing_run_folder_does_not_create_it(memory, tmp_path):
     with fzero.checkpoint.checkpoints(tmp_path / "typo", memory=shared) as runs:
         assert runs.steps() == [] and runs.restore(numbered(3))["step"] == 3
     assert not (tmp_path / "typo").exists()
-    with pytest.raises(ValueError, match=r"memory='/dev/shmm' is no folder: expected one of shared memory, such as"):
+    with pytest.raises(ValueError, match=r"memory='/dev/shmm' is not a folder: expected one of shared memory, such as"):
         fzero.checkpoint.checkpoints(tmp_path / "typo", memory="/dev/shmm")
 
 

@@ -51,7 +51,7 @@ def test_a_load_does_not_hang_on_pipes_and_devices(kind, tmp_path):
     file = saved_own(tmp_path)
     file.unlink()
     os.mkfifo(file) if kind == "a pipe" else file.symlink_to("/dev/zero" if kind == "a device" else file.name)
-    refused("is no checkpoint: it has no file manifest.json", fzero.checkpoint.verify, tmp_path)
+    refused("is not a checkpoint: it has no file manifest.json", fzero.checkpoint.verify, tmp_path)
     with pytest.raises(FileNotFoundError):
         _files.LocalFolder(str(tmp_path)).get(file.name)
 

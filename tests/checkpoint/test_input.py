@@ -55,7 +55,7 @@ def test_loading_from_a_path_without_a_checkpoint_is_refused(name, tmp_path):
         with pytest.raises(TypeError, match=r"path=b'.*': expected the path of a folder, or a URL"):
             fzero.load(path, like={})
         return
-    with pytest.raises(fzero.errors.CheckpointError, match=r"is no checkpoint: it has no file manifest.json"):
+    with pytest.raises(fzero.errors.CheckpointError, match=r"is not a checkpoint: it has no file manifest.json"):
         fzero.load(path, like={})
     if "file" in str(path):
         with pytest.raises(fzero.errors.CheckpointError, match=r"is a file, or lies below one: expected a folder"):

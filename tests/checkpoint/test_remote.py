@@ -75,6 +75,6 @@ def test_a_store_that_is_not_known_is_an_error_in_words():
 
 def test_loading_from_an_empty_object_store_is_refused(root):
     with pytest.raises(
-        fzero.errors.CheckpointError, match=r"'memory://.*' is no checkpoint: it has no file manifest.json"
+        fzero.errors.CheckpointError, match=r"'memory://.*' is not a checkpoint: it has no file manifest.json"
     ):
         fzero.load(root, like={})

@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a stray print is no answer
+    os.dup2(2, 1)  # a stray print is not an answer
     for line in sys.stdin:
         request = Request(**json.loads(line))
         children = [start(request, rank) for rank in range(len(request.environments))]
@@ -130,7 +130,7 @@ if __name__ == "__main__":
             importlib.import_module(name)
         except ImportError:
             continue
-    gc.freeze()  # what is imported is no garbage: children need not search it
+    gc.freeze()  # what is imported is not garbage: children need not search it
     gc.set_threshold(20_000, 20, 50)
     serve()
     os._exit(0)  # taking down what was imported would take a second

@@ -167,7 +167,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
         lambda: step_of(stage=3, mesh=OTHER_MESH)(*step_of(stage=3).init(make(), OPT), OTHER_MESH.split(data()))
     ],
     "is in a box: give the mesh": [lambda: saved(step_of(stage=3).init(make(), OPT)[0])],
-    "is no checkpoint": [lambda: fzero.load(tempfile.mkdtemp(), like=make())],
+    "is not a checkpoint": [lambda: fzero.load(tempfile.mkdtemp(), like=make())],
     "is of another tree": [
         lambda: fzero.load(saved(make()), like={"w": torch.ones(4, 5)}),
         lambda: fzero.load(saved(OPT.init(make())), like=optim.lion(0.1).init(make())),
@@ -284,7 +284,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     "takes no parameters": [lambda: optim.adamw(LINEAR.parameters())],  # pyright: ignore
     "takes learning_rate=, and not lr=": [lambda: optim.adamw(lr=1e-3)],  # pyright: ignore
     "has other bits than": [run_twice_with_noise],
-    "a string is no number": [lambda: optim.adamw("1e-3")],  # pyright: ignore
+    "a string is not a number": [lambda: optim.adamw("1e-3")],  # pyright: ignore
 }
 
 # mistakes of which a test on processes, below, provokes each

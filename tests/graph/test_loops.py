@@ -78,7 +78,7 @@ def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(name, params,
 
 
 def test_a_sum_of_negative_zeros_is_negative():
-    """Sums begin as -0.0, which is no number's neighbour."""
+    """Sums begin as -0.0, which is not a number's neighbour."""
     f = fzero.value_and_grad(lambda w, x: (w * x[0]).sum(), micro_batches=3)
     w, x = torch.ones(2), torch.tensor([[-0.0, 0.0]] * 3)
     _, expected = f(w, x)

@@ -1,4 +1,4 @@
-"""Micro-batches that are no loop, since their iterations differ: they are traced one by one."""
+"""Micro-batches that are not a loop, since their iterations differ: they are traced one by one."""
 
 from typing import Any
 

@@ -44,7 +44,9 @@ MUTANTS = [
         Fault("a broadcast's gradient goes to all ranks, not to the source only", "_only", becomes("A == B", "A >= 0")),
     ),
     *File("collectives/_messages.py", ("tests/collectives/test_collectives.py",)).faults(
-        Fault("send takes what is no tensor", "_message_options", skipped("check_dim(A, B, 0, min_ndim=0)")),
+        Fault(
+            "send takes an argument that is not a tensor", "_message_options", skipped("check_dim(A, B, 0, min_ndim=0)")
+        ),
     ),
     *File("collectives/gloo.py", GLOO).faults(
         Fault(

@@ -211,7 +211,7 @@ def test_operations_that_need_all_logits_are_refused_by_name(what):
 
 
 def test_a_model_whose_head_is_not_found_is_named():
-    with pytest.raises(TypeError, match=r"Linear is no model of transformers.*fzero.nn.linear_cross_entropy"):
+    with pytest.raises(TypeError, match=r"Linear is not a model of transformers.*fzero.nn.linear_cross_entropy"):
         functional(torch.nn.Linear(2, 2), chunked_loss=True)
     with pytest.raises(ValueError, match=r"LlamaModel has no output embedding.*fzero.nn.linear_cross_entropy"):
         functional(transformers.LlamaModel(transformers.LlamaConfig(**SIZES)), chunked_loss=True)

@@ -14,7 +14,7 @@ from tests.helpers import LEAST, cases
 
 
 class Block(nn.Module):
-    """A block of a language model with a router; its projection to 24 is no multiple of 16."""
+    """A block of a language model with a router; its projection to 24 is not a multiple of 16."""
 
     def __init__(self) -> None:
         super().__init__()

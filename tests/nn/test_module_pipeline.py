@@ -125,7 +125,7 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
     again = type(model).from_pretrained(tmp_path / "tuned")
     for name, p in other.named_parameters():
         assert torch.equal(dict(again.named_parameters())[name], p), name
-    with pytest.raises(ValueError, match=r"leaf 'params.blocks.0..*' is no parameter of the module"):
+    with pytest.raises(ValueError, match=r"leaf 'params.blocks.0..*' is not a parameter of the module"):
         fzero.checkpoint.hf.write(tmp_path / "tuned", {"params": read}, mesh, name=piped.name)
 
 

@@ -445,7 +445,7 @@ REFUSED = {
     ),
     "foreign": (
         lambda folder: make_trainer(folder, optimizers=(torch.optim.AdamW(llama().parameters()), None)),
-        "optimizers=: group 0 holds a tensor .* that is no parameter of the model",
+        "optimizers=: group 0 holds a tensor .* that is not a parameter of the model",
     ),
     "amsgrad": (
         lambda folder: make_trainer(

@@ -76,7 +76,7 @@ with socket.socket() as taken:
 
 
 def test_a_world_of_one_process_is_no_simulation():
-    """It is no simulation; it makes several meshes, and anew after destroy_process_group, but none in a fork."""
+    """It is not a simulation; it makes several meshes, and anew after destroy_process_group, but none in a fork."""
     _, out, err = alone(60, ONE, **rank_variables(0, 1, free_port()))
     lines = out.splitlines()
     assert lines[0] == "Mesh(dp=1, rank 0) Mesh(dp=1, tp=1, rank 0) 1", out + err

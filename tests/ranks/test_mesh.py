@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"device='cuda': expected \"cpu\", since torch sees no accelerator here",
     ),
-    "a device that is no string": ({"device": 0}, ValueError, r'device=0: expected "cpu"'),
+    "a device that is not a string": ({"device": 0}, ValueError, r'device=0: expected "cpu"'),
     "no name": ({"": 2}, ValueError, r"axis '': the name of an axis is a Python name, such as 'dp'"),
     "a name of two axes": ({"dp,ep": 2}, ValueError, r"axis 'dp,ep': the name of an axis is a Python name"),
     "a name with a line's end": ({"dp\n": 2}, ValueError, r"axis 'dp\\n': the name of an axis is a Python name"),

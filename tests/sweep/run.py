@@ -85,7 +85,7 @@ class Task:
         apply, params, buffers = fzero.nn.functional(module, remat=self.case.remat, tp=layers)
         k = self.case.micro_batches
         rest = {"micro_batches": k} if k > 1 else {}
-        if k > 1:  # buffers are no part of a micro-batch
+        if k > 1:  # buffers are not part of a micro-batch
             step = self.train_step(lambda p, b: loss_of(apply(p, buffers, **inputs_of(b))[0], b), **rest)
         else:
             step = self.train_step(lambda p, u, b: loss_of(apply(p, u, **inputs_of(b))[0], b))

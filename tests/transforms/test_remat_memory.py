@@ -70,7 +70,7 @@ def test_a_plan_with_offloaded_activations_holds_them_on_the_host(stage, k, whol
     def planned(layers: int, save: str | None) -> fzero.graph.Plan:
         params, x = deep_inputs(layers)
         f, opt = fzero.remat(deep, save), fzero.optim.sgd(0.1)
-        loss = deep_loss(lambda p, x: f(tree.map(lambda w: w.t(), p) if whole else p, x))  # what is viewed is no leaf
+        loss = deep_loss(lambda p, x: f(tree.map(lambda w: w.t(), p) if whole else p, x))  # a view of a leaf
         step = fzero.shard(train_step_for(loss, opt, micro_batches=k, gather=whole), stage=stage, mesh=fzero.mesh(dp=2))
         args = (*step.init(params, opt), step.mesh.split(x))
         return fzero.jit(step, backend="fx", recompute=False, prefetch=0, in_flight=0).plan(*args)

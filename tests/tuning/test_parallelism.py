@@ -346,7 +346,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "axes that do not make up the world": (
         {"tp": (4,), "pp": (1, 4)},
-        r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is no multiple of cp x tp x pp",
+        r"tp=\(4,\), pp=\(1, 4\): no configuration has pp=4: world_size=8 is not a multiple of cp x tp x pp",
     ),
     "a batch that does not divide": (
         {"global_batch": 2, "micro_batches": (1,), "tp": (1, 2)},

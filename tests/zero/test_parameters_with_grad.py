@@ -38,7 +38,7 @@ def test_a_step_keeps_nothing_of_the_steps_before(stage, simulate):
     if stage < 3:
         state = (params, state[1])  # as a user may give them, without init
     old: list[weakref.ref[torch.Tensor]] = []
-    gc.freeze()  # what was there before is no step's
+    gc.freeze()  # what was there before is not a step's
     for _ in range(3):
         *state, value = step(*state, mesh.split(X))
         *expected, wanted = step(*expected, mesh.split(X))

@@ -23,7 +23,7 @@ def parse_json(data: bytes) -> Any:
     """Parse a JSON text of a limited size. An empty list takes 2 bytes of it, and thirty times as much memory.
 
     Raises:
-        ValueError: if the text is no JSON, has too many lists and objects, or nests them too deep.
+        ValueError: if the text is not JSON, has too many lists and objects, or nests them too deep.
     """
     check_containers(data)
     try:

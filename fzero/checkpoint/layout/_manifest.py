@@ -230,8 +230,8 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
         data = files.get(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(
-            f"{files.path!r} is no checkpoint: it has no file {MANIFEST}; give the folder that fzero.save wrote, such "
-            "as runs/step-00000004; a file of torch.save is torch.load's"
+            f"{files.path!r} is not a checkpoint: it has no file {MANIFEST}; give the folder that fzero.save wrote, "
+            "such as runs/step-00000004; a file of torch.save is torch.load's"
         ) from None
     try:
         return parse(data), zlib.crc32(data)

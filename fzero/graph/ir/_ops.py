@@ -178,7 +178,7 @@ _OPERATIONS: dict[str, _OperationTraits] = {
 
 
 def name_of(node: Node) -> str:
-    """Return the name of a node's operation without namespace and overload, "mul"; "" if it is no operation."""
+    """Return the name of a node's operation without namespace and overload, "mul"; "" if it is not an operation."""
     return _name(node.target)
 
 

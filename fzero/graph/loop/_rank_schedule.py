@@ -137,7 +137,7 @@ def send(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
 
 @torch.library.custom_op("fzero::begin_shapes_only", mutates_args=())
 def begin_shapes_only() -> torch.Tensor:
-    """Begin a region that runs only for its shapes and is no part of the step."""
+    """Begin a region that runs only for its shapes and is not part of the step."""
     return _never()
 
 

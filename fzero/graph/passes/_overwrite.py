@@ -62,7 +62,7 @@ _IN_PLACE = {
 
 
 def in_place(graph: Graph) -> Graph:
-    """Let an all_reduce overwrite its operands if they are no arguments and have no other reader.
+    """Let an all_reduce overwrite its operands if they are not arguments and have no other reader.
 
     Torch's functional all_reduce copies its operand first: a second copy of a unit's gradients.
 

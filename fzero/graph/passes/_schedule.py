@@ -148,7 +148,7 @@ def _host_last(graph: Graph) -> Graph:
 
 
 def _computes(node: Node) -> bool:
-    """Return whether a node computes: it is no move, no view, and no write of a value just copied to the host."""
+    """Return whether a node computes: it is not a move, a view, or a write of a value just copied to the host."""
     written = node.target is COPY and _moved(node.args[1])
     return node.op == "call_function" and node.target is not TO_HOST and not is_view(node) and not written
 

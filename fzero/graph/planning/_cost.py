@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 def work_of(node: Node, hardware: Hardware) -> Work:
-    """Estimate the seconds of one operation that is no collective, and a kernel of its own."""
+    """Estimate the seconds of one operation that is not a collective, and a kernel of its own."""
     moved = nbytes(*stand_ins_of(node), *stand_ins_of_args(node))
     return Work(_compute_seconds(node, hardware), moved / hardware.memory, hardware.launch)
 

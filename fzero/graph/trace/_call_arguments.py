@@ -68,7 +68,7 @@ class Arguments:
         leaves: the leaves of `(args, kwargs)`.
         structure: the structure of `(args, kwargs)`.
         leaf_indices: the index of each distinct tensor among the leaves.
-        tensor_indices: for each leaf its index among the distinct tensors; None for a leaf that is no tensor.
+        tensor_indices: for each leaf its index among the distinct tensors; None for a leaf that is not a tensor.
     """
 
     leaves: list[Any]
@@ -92,7 +92,7 @@ class Arguments:
         return tuple(_per_rank_nodes(self.structure, ()))
 
     def splits(self, nodes: Sequence[tuple[int, ...]]) -> tuple[BatchSplit | None, ...]:
-        """List how the boxes at some nodes of the structure were split. It is no part of the trace's key."""
+        """List how the boxes at some nodes of the structure were split. It is not part of the trace's key."""
         splits = []
         for indices in nodes:
             node = self.structure

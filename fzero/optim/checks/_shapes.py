@@ -58,7 +58,7 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_order(update: Callable[..., Any], grads: Any, params: Any) -> None:
-    """Check that the gradients are a tree and no loss, and that the parameters are no gradients.
+    """Check that the gradients are a tree and no loss, and that the parameters are not gradients.
 
     Raises:
         TypeError: if the gradients are a lone tensor, and the parameters a tree.
@@ -106,7 +106,7 @@ def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
 
 
 def check_updates(params: Tree, updates: Tree) -> None:
-    """Check that updates have the structure and the shapes of parameters, and that they are no gradients.
+    """Check that updates have the structure and the shapes of parameters, and that they are not gradients.
 
     Raises:
         ValueError: if they differ, the message names the first path; or if the arguments are other trees of the step.

@@ -119,7 +119,7 @@ def moments_of(moments: Any) -> Moments | None:
     """Return the policy that an optimizer's argument `moments` means.
 
     Raises:
-        TypeError: if it is no policy, no kind of moments and not None.
+        TypeError: if it is not a policy, a kind of moments or None.
     """
     if moments is None or isinstance(moments, Moments):
         return moments

@@ -36,8 +36,8 @@ def inject_hyperparams(
 
     Args:
         factory: a function that makes an optimizer, such as `optim.adamw`, or your own function that returns a `chain`.
-        static_args: names of arguments that stay out of the state: functions that are no schedules, such as `mask`, and
-            numbers that decide a structure. Bools, None and trees always stay out.
+        static_args: names of arguments that stay out of the state: functions that are not schedules, such as `mask`,
+            and numbers that decide a structure. Bools, None and trees always stay out.
 
     Returns:
         `factory`, with the same arguments.
@@ -146,6 +146,6 @@ def _scalar_tensor(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
     if not _is_number(value):
         raise ValueError(
             f"hyperparameter {name!r}: its schedule returned {value!r}, expected a number or a 0-d tensor; name a "
-            f'function that is no schedule in static_args: inject_hyperparams(factory, static_args=("{name}",))'
+            f'function that is not a schedule in static_args: inject_hyperparams(factory, static_args=("{name}",))'
         )
     return torch.as_tensor(value, dtype=torch.float64, device=like.device).clone()

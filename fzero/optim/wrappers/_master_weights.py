@@ -238,7 +238,7 @@ def _check_masters(params: Params, masters: Params, precision: Precision) -> Non
 
 
 def _dtype(x: object) -> torch.dtype | None:
-    """Return the dtype of an entry of a tree; None if it is no tensor. A slot has the dtype of its unit."""
+    """Return the dtype of an entry of a tree; None if it is not a tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
         return traced_spec(x.spec_id).dtype
     data = x.pieces[0] if isinstance(x, Shard) else x

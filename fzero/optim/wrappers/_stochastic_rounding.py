@@ -49,8 +49,8 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
         `fzero.zero.ShardedStep.init` does so, and casts them afterwards.
 
     Raises:
-        TypeError: if `precision` is no `Precision` or `key` is no key. On update, if parameters or gradients do not
-            have the policy's dtypes. The message names the path.
+        TypeError: if `precision` is not a `Precision` or `key` is not a key. On update, if parameters or gradients do
+            not have the policy's dtypes. The message names the path.
         ValueError: if the parameters' dtype is not bfloat16, or masters' is not float32. On update, if `params` is not
             given.
 

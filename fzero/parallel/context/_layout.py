@@ -234,7 +234,7 @@ def split(
         ValueError: if `dims` names no dimension of a leaf, a number of samples does not divide, or a number of tokens
             does not and `pad` is None. The message names the leaf. Also if `batch` is a `PerRank` that differs along
             `axis`, or `batch_axis` is given with it.
-        TypeError: if a leaf is no tensor.
+        TypeError: if a leaf is not a tensor.
 
     Example:
         >>> import fzero
@@ -336,7 +336,7 @@ def _check_paths(batch: Any, dims: _Dims) -> None:
     """Check that dims by path name leaves of the batch: else a misspelled one has no effect."""
     paths = tree.flatten_with_paths(batch)[0]
     if isinstance(dims, Mapping) and (unknown := [path for path in dims if path not in paths]):
-        raise ValueError(f"dims={dims!r}: {unknown[0]!r} is no leaf of the batch, which are {list(paths)}")
+        raise ValueError(f"dims={dims!r}: {unknown[0]!r} is not a leaf of the batch, which are {list(paths)}")
 
 
 def _check_samples(path: str, x: torch.Tensor, sizes: list[int], mesh: Mesh) -> None:

@@ -55,7 +55,7 @@ def check_model(model: torch.nn.Module, axis: str = "cp") -> ContextAxis:
         axis: the axis along which tokens are split. If no axis of this name is bound, a rank holds all tokens.
 
     Raises:
-        TypeError: if it is no model of transformers.
+        TypeError: if it is not a model of transformers.
         ValueError: if it combines tokens otherwise than by attention and short convolutions, as state-space layers do,
             or has attention of its own, or a head that reads some tokens. The message names the module.
     """
@@ -131,7 +131,7 @@ def _with_longest(run: Callable[..., Any], axis: str) -> Callable[..., Any]:
 def notice_split_tokens(model: torch.nn.Module) -> None:
     """Log a notice if a model of transformers runs where tokens are split, and does not attend across the ranks.
 
-    It is no error: the model may encode whole sequences beside the split ones.
+    It is not an error: the model may encode whole sequences beside the split ones.
     """
     axis, config = tokens_axis(), getattr(model, "config", None)
     if axis is None or not hasattr(model, "set_attn_implementation") or config is None:

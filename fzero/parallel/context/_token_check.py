@@ -96,7 +96,7 @@ def _own_input(have_documents: list[bool], hidden_states: torch.Tensor, *args: A
 
 
 def _token_count(model: torch.nn.Module) -> int | None:
-    """Return a prime that is no size of the model's tensors."""
+    """Return a prime that is not a size of the model's tensors."""
     sizes = {n for x in [*model.parameters(), *model.buffers()] for n in x.shape}
     config: Any = model.config
     sizes |= {n for n in vars(config.get_text_config()).values() if isinstance(n, int)}

@@ -113,7 +113,7 @@ def _check_positions(schedule: "PipelineSchedule") -> None:
             label = f"rank {rank}, position {position}"
             if not isinstance(action, Action):
                 raise _error(
-                    schedule, f"{label}: {action!r} is no Action; PipelineSchedule.parse reads texts such as '0F1'"
+                    schedule, f"{label}: {action!r} is not an Action; PipelineSchedule.parse reads texts such as '0F1'"
                 )
             if action.stage >= schedule.stages:
                 raise _error(

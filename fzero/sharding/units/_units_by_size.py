@@ -64,7 +64,7 @@ _Keys = tuple[str, ...]
 
 
 class _Node(NamedTuple):
-    """A subtree that is no leaf.
+    """A subtree that is not a leaf.
 
     Attributes:
         numel: the number of elements of all leaves below it.
@@ -141,7 +141,7 @@ def by_size(
         A rule for `fzero.shard(units=)`. `print` shows its table: units, elements and leaves.
 
     Raises:
-        TypeError: if the tree holds no tensor of floating point, or `over` or `split` is no rule.
+        TypeError: if the tree holds no tensor of floating point, or `over` or `split` is not a rule.
         ValueError: if `min_numel` or `max_numel` is not an int of at least 1, or `max_numel` is less than `min_numel`.
 
     Example:

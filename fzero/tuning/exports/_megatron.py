@@ -139,7 +139,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
     if run.shape is None:
         differences.append("The sizes of the model are left out: the row is of your own make_step.")
     elif run.shape.task != "causal":
-        differences.append(f"The sizes are left out: {run.shape.name} is no language model of pretrain_gpt.py.")
+        differences.append(f"The sizes are left out: {run.shape.name} is not a language model of pretrain_gpt.py.")
     differences += unsupported_settings(c, rules)
     if c.precision == "bfloat16" and c.stage < 2:
         differences.append("Gradients are float32 and as large as the model on each rank, through all micro-batches.")

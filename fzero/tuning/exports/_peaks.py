@@ -31,7 +31,7 @@ class _EagerStep(ModelStep):
 
 
 def activation_bytes(make_step: ModelStep, machine: Machine, config: Configuration) -> float:
-    """Plan a configuration as an eager system runs it, and return the bytes at its peak that are no state."""
+    """Plan a configuration as an eager system runs it, and return the bytes at its peak that are not state."""
     eager = _EagerStep(make_step.shape, make_step.length, make_step.explicit)
     planner = ConfigurationPlanner(eager, machine, PlanCache(eager.cache_key, machine))
     row = planner(replace(config, offload=0.0, depth=config.depth or make_step.shape.depth))

@@ -50,7 +50,7 @@ def watch(
         A `WatchedStep`. On a mesh of processes only rank 0 writes and reports.
 
     Raises:
-        TypeError: if `step` is not jitted, or a writer is no function.
+        TypeError: if `step` is not jitted, or a writer is not a function.
         ValueError: if `every` or `first` is not a number of calls, or `machine` is unknown.
 
     Example:

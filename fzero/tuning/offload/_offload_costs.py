@@ -231,7 +231,7 @@ def offload_costs(work: OffloadWork, machine: Machine, parts: int = 100) -> Offl
         An `OffloadCosts`.
 
     Raises:
-        TypeError: if `work` is no `OffloadWork`, or `machine` no `Machine`.
+        TypeError: if `work` is not an `OffloadWork`, or `machine` is not a `Machine`.
         ValueError: if `parts` is not an int of at least 1.
 
     Example:

@@ -98,7 +98,7 @@ def test_recompute_keeps_no_value_alive_only_to_repeat_a_gradient():
 
 
 def events(graph: Graph) -> list[tuple[int, str, int]]:
-    """List the uses of gathered parameters, that are no results: where, which, of how many bytes."""
+    """List the uses of gathered parameters, that are not results: where, which, of how many bytes."""
     index = {n: i for i, n in enumerate(graph.nodes)}
     results = []
     for g in parameter_gathers(graph):

@@ -151,7 +151,7 @@ def test_an_argument_that_shares_memory_with_another_tensor_is_refused_for_donat
     held = HOLDERS[name](x)
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"argument 0 is donated .* shares its memory with something that is no argument"
+            ValueError, match=r"argument 0 is donated .* shares its memory with something that is not an argument"
         ):
             f(x)
     assert x.tolist() == [1, 1, 1]

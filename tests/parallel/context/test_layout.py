@@ -122,7 +122,7 @@ def test_wrong_batches_are_refused_by_leaf():
     refused("'tp' is not an axis", axis="tp")
     refused("expected one axis for tokens", batch_axis=("dp", "cp"))
     refused(
-        r"dims=\{'y': 1\}: 'y' is no leaf of the batch, which are \['x'\]",
+        r"dims=\{'y': 1\}: 'y' is not a leaf of the batch, which are \['x'\]",
         {"x": torch.zeros(2, 8)},
         dims={"y": 1},
     )

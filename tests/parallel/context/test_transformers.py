@@ -258,7 +258,7 @@ def test_a_model_that_gets_whole_sequences_is_refused():
 
 
 def test_a_model_that_attends_within_parts_gets_a_notice(caplog):
-    """It may be an encoder of whole sequences, so it is no error."""
+    """It may be an encoder of whole sequences, so it is not an error."""
     model = model_of("LlamaForCausalLM")
     mesh, tokens = fzero.mesh(dp=1, cp=2), batch_of(0)["tokens"]
     for options in ({"context": "cp"}, {}):

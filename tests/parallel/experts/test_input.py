@@ -56,7 +56,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"groups=\(2.0, 1\): expected",
     ),
-    "a scale that is no number": (
+    "a scale that is not a number": (
         lambda: moe.route(L, 1, scale="2"),  # pyright: ignore
         TypeError,
         r"scale='2': expected a number",
@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"leaf 'experts.0.up' belongs to one expert in a list, .*: stack them",
     ),
     "no name": (lambda: moe.split(), ValueError, r"names=\(\): expected parts of the paths"),
-    "an axis that is no name": (
+    "an axis that is not a name": (
         lambda: moe.layer(ffn, P, X, R, axis=("dp", "ep")),  # pyright: ignore
         TypeError,
         r"axis=\('dp', 'ep'\): expected the name of the axis",

@@ -54,7 +54,7 @@ def test_a_wrong_schedule_table_is_refused(wrong, words):
 
 
 def test_texts_that_are_no_actions_are_refused():
-    with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is no Action; PipelineSchedule.parse reads texts"):
+    with pytest.raises(ValueError, match=r"rank 0, position 0: '0F0' is not an Action; PipelineSchedule.parse reads"):
         check(PipelineSchedule((("0F0",),), (0,)))  # pyright: ignore[reportArgumentType]
     for arguments in (("X", 0, 0), ("F", -1, 0), ("F", 0, 1.0), ("F", True, 0)):
         with pytest.raises(ValueError, match="expected one of F, B, I, W, a stage and a micro-batch"):
