@@ -1,6 +1,10 @@
-"""Formats of numbers in messages and tables."""
+"""Formats of numbers and tensors in messages and tables."""
 
-__all__ = ["format_bytes", "format_seconds"]
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["format_bytes", "format_seconds", "format_tensor"]
 
 
 def format_bytes(count: float) -> str:
@@ -17,3 +21,8 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 0.1:
         return f"{seconds:,.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
+
+
+def format_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Format a tensor's dtype and shape: "float32 [2, 3]"."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -12,6 +12,7 @@ import torch
 
 from fzero._arguments import missing_names
 from fzero._donated import check_not_donated
+from fzero._format import format_tensor
 from fzero._notice import trouble_link
 from fzero._torch import apply_to_groups, can_group, children_without_names, pytree, storage_id
 
@@ -294,7 +295,7 @@ def show(x: Any) -> str:
     if is_box(x):
         return x.describe()
     if isinstance(x, torch.Tensor):
-        return f"{x.dtype} {list(x.shape)}"
+        return format_tensor(x.dtype, x.shape)
     text = repr(x)
     kind = type(x)
     name = (

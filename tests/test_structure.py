@@ -254,6 +254,8 @@ def test_a_package_lists_its_names(package):
         for alias in node.names
     }
     assert listed_names(path) and sorted(names) == sorted({*names})
+    for listed in (listed_names(path), listed_names(path, "INTERNAL")):
+        assert listed == sorted(listed, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     files = [name for name in names if find_spec(f"fzero.{package}.{name}")]  # imported at their first use
     assert imported - {"missing_names"} <= {*names} and all(name in files or hasattr(module, name) for name in names)
 

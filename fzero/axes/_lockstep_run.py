@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._format import format_tensor
 from fzero._notice import trouble_link
 from fzero._torch import is_tracing
 from fzero._torch.state import RankSettings, load_forward_mode, settings, write_settings
@@ -156,7 +157,7 @@ class MessageKey(NamedTuple):
 
 def describe(xs: Tensors) -> str:
     """Return the dtypes and shapes of tensors as text."""
-    return ", ".join([f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs])
+    return ", ".join([format_tensor(x.dtype, x.shape) for x in xs])
 
 
 @dataclass

@@ -24,10 +24,10 @@ __all__ = ["Codec", "Encoded", "float8", "int4", "int8"]
 INTERNAL = [
     "KINDS",
     "CodecKey",
+    "codes_to_float32",
     "decode_blocks",
     "encode_blocks",
     "largest_magnitudes",
-    "codes_to_float32",
     "pack",
     "round_with",
     "rounded",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._format import format_tensor
 from fzero._torch.watched import Memory, WatchedOperation, current_call_site, is_real, memory_of
 from fzero.axes import bound_axes
 from fzero.observe._value_graph import Edge, NonFiniteResult, NonFiniteValue, ValueGraph, ValueOrigin
@@ -258,7 +259,7 @@ def _format_inputs(operation: WatchedOperation) -> str:
 
 
 def _format_tensor(x: torch.Tensor) -> str:
-    shape = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    shape = format_tensor(x.dtype, x.shape)
     if not x.is_floating_point() or x.itemsize == 1:
         return shape
     finite: Any = x.detach()[torch.isfinite(x.detach())]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero._arguments import is_int
+from fzero._format import format_tensor
 
 __all__ = ["bits", "bits_at", "check_key", "fold_in", "key", "mix_bits", "split"]
 
@@ -58,7 +59,7 @@ def check_key(key: Any) -> None:
         TypeError: if `key` is not an int64 tensor of shape [].
     """
     if not isinstance(key, torch.Tensor) or key.dtype != torch.int64 or key.ndim:
-        text = f"{key.dtype} {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+        text = format_tensor(key.dtype, key.shape) if isinstance(key, torch.Tensor) else repr(key)
         raise TypeError(f"key is {text}: expected an int64 tensor of shape [], as fzero.random.key(seed) makes it")
 
 
@@ -109,7 +110,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     else:
         is_integer = is_int(data)
     if not is_integer:
-        text = f"{data.dtype} {list(data.shape)}" if isinstance(data, torch.Tensor) else repr(data)
+        text = format_tensor(data.dtype, data.shape) if isinstance(data, torch.Tensor) else repr(data)
         raise TypeError(f"data is {text}: expected an int, or an integer tensor of shape []")
     return _mix(key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
 

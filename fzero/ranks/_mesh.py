@@ -300,7 +300,7 @@ class Mesh:
 
         Example:
             >>> mesh(dp=2).split({"x": torch.zeros(6, 3)})
-            PerRank({'x': 'torch.float32 [2, 3, 3]'})
+            PerRank({'x': 'float32 [2, 3, 3]'})
         """
         if isinstance(axis, tuple | list) and not axis:
             return self.device_put(batch)

@@ -14,6 +14,7 @@ import torch
 
 from fzero import tree
 from fzero._donated import DonatedError, donated_message
+from fzero._format import format_tensor
 from fzero._notice import trouble_link
 from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
@@ -286,7 +287,7 @@ class PerRank(_Box):
         return tree.numel(self.value)
 
     def __repr__(self) -> str:
-        text = tree.map(lambda x: f"{x.dtype} {list(x.shape)}", self.value)
+        text = tree.map(lambda x: format_tensor(x.dtype, x.shape), self.value)
         return f"PerRank({text}{'' if self.axes is None else f', {self.axes}'})"
 
 
@@ -299,7 +300,7 @@ class _PerRankKey:
 
 
 def _shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return format_tensor(dtype, shape)
 
 
 def _restore_shard(data: Any, spec: Spec) -> Shard:

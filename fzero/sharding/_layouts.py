@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
+from fzero._format import format_tensor
 from fzero._report import Report
 from fzero._tracebacks import api_boundary
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
@@ -92,4 +93,4 @@ def _split(s: Split, path: str) -> str:
 
 
 def _shape_text(leaf: _LeafLayout) -> str:
-    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    return format_tensor(leaf.dtype, leaf.shape)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
+from fzero._format import format_tensor
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, LayoutRules, axis_names, check_inputs_replicated, current_rules, join_axes
 from fzero.codecs import CodecKey, round_with
@@ -376,7 +377,7 @@ def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
                     f"{name} is a module, {type(x).__name__}, and the gradient is of a tree of tensors: "
                     "apply, params, buffers = fzero.nn.functional(module), and apply(params, buffers, x) in the loss"
                 )
-            shown = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+            shown = format_tensor(x.dtype, x.shape) if isinstance(x, torch.Tensor) else repr(x)
             raise TypeError(
                 f"{name} is differentiated, and its leaf {path!r} is {shown}, which cannot be differentiated; "
                 "pass it in an argument that is not differentiated"

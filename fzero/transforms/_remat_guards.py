@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero import tree
+from fzero._format import format_tensor
 from fzero._torch.levels import is_foreign, is_wrapped
 from fzero.transforms._remat_tape import Tape
 
@@ -145,7 +146,7 @@ def _has_contents(cell: Any) -> bool:
 
 
 def _describe(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    return format_tensor(x.dtype, x.shape)
 
 
 def _capture_message(x: torch.Tensor) -> str:

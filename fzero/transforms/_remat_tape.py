@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._format import format_tensor
 from fzero._torch import OpOverload, TorchDispatchMode, storage_id
 from fzero.tree import flatten, tensors, unflatten
 
@@ -73,7 +74,7 @@ class OperationLog(NamedTuple):
 
 
 def _call_of(op: OpOverload, args: Any, kwargs: Any) -> str:
-    shown = ", ".join([f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors([args, kwargs])])
+    shown = ", ".join([format_tensor(x.dtype, x.shape) for x in tensors([args, kwargs])])
     return f"{_name(op)}({shown})"
 
 

@@ -8,6 +8,7 @@ import torch
 
 from fzero import _torch, tree
 from fzero._donated import donate_memory
+from fzero._format import format_tensor
 from fzero.ranks import Mesh, check_equal
 from fzero.sharding import PerRank, Shard, Slot, is_box, sharded_units, spec_of
 from fzero.zero._tree_source import SourceLeaf
@@ -162,8 +163,8 @@ def _check_like(label: str, path: str, x: Any, expected: tuple[tuple[int, ...], 
     shape, dtype = expected
     if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != expected:
         raise ValueError(
-            f"{label} leaf {path!r} is {tree.show(x)}: expected {dtype} {list(shape)}, as in like=; convert the leaf, "
-            "or pass a like= of the same model"
+            f"{label} leaf {path!r} is {tree.show(x)}: expected {format_tensor(dtype, shape)}, as in like=; "
+            "convert the leaf, or pass a like= of the same model"
         )
 
 

@@ -57,7 +57,7 @@ def test_ranks_in_lockstep_may_branch_on_values():
     assert 'fzero.mesh(..., simulate="lockstep")' in "".join(caught.value.__notes__)
 
 
-def test_an_expert_that_only_one_rank_uses():
+def test_an_expert_that_only_one_rank_uses_is_reduced_on_all_ranks():
     """Units used on some ranks, or none, are reduced on all, in one order."""
     mesh = lockstep(dp=3)
     params = {"experts": [{"w": torch.full((5,), float(i + 1))} for i in range(4)], "shared": torch.ones(3)}

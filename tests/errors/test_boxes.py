@@ -91,7 +91,7 @@ INTO_MODULES: dict[str, Row] = {
         TypeError,
         r"buffers is a PerRank.*expected a dict",
     ),
-    "input": (lambda: APPLY(WEIGHTS, BUFFERS, PIECES), TypeError, r"PerRank\(torch.float32 \[2, 4, 3\]\)"),
+    "input": (lambda: APPLY(WEIGHTS, BUFFERS, PIECES), TypeError, r"PerRank\(float32 \[2, 4, 3\]\)"),
 }
 
 

@@ -275,9 +275,9 @@ def test_each_signature_is_traced_once(caplog):
         f(torch.ones(2), 2)
     assert f.traces == 6
     text = caplog.text
-    assert "argument 0 was torch.float32 [2] and is torch.float32 [3]" in text
+    assert "argument 0 was float32 [2] and is float32 [3]" in text
     assert "argument 1 was 2 and is 3" in text and "argument 1 was 3 and is 3.0" in text
-    assert "argument 0 was torch.float32 [3] and is torch.float64 [3]" in text
+    assert "argument 0 was float32 [3] and is float64 [3]" in text
     assert "another structure" in text
 
 

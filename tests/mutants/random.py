@@ -22,7 +22,7 @@ MUTANTS = [
         ),
     ),
     *File("random/_keys.py", RANDOM).faults(
-        Fault("fold_in forgets the data", "fold_in", becomes("A(B)", "0", at="6 of 6")),
+        Fault("fold_in forgets the data", "fold_in", becomes("A(B)", "0", at="5 of 5")),
         Fault("the second half of the key is not used", "bits_at", becomes("A(B + C, 0)", "0")),
     ),
 ]

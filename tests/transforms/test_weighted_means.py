@@ -89,7 +89,7 @@ def test_a_weighted_loss_without_total_and_weight_is_refused():
     w = torch.ones(3)
     with pytest.raises(TypeError, match=r"must return \(total, weight\)"):
         fzero.value_and_grad(lambda w: w.sum(), reduce="weighted")(w)
-    with pytest.raises(TypeError, match=r"the weight is torch\.float32 \[3\], expected a 0-d tensor"):
+    with pytest.raises(TypeError, match=r"the weight is float32 \[3\], expected a 0-d tensor"):
         fzero.value_and_grad(lambda w: (w.sum(), w), reduce="weighted")(w)
     with pytest.raises(TypeError, match=r"must return \(\(total, weight\), aux\)"):
         fzero.value_and_grad(lambda w: w.sum(), reduce="weighted", has_aux=True)(w)

@@ -146,11 +146,11 @@ def test_a_leaf_that_differs_from_like_is_named():
         (lambda: step.partition({"a": {"w": whole["a"]["w"]}}, like=params), r"values does not match like=: .*'a.b'"),
         (
             lambda: step.partition({"a": {**whole["a"], "b": torch.ones(3)}}, like=params),
-            r"values leaf 'a.b' is torch.float32 \[3\]: expected torch.float32 \[2\]",
+            r"values leaf 'a.b' is float32 \[3\]: expected float32 \[2\]",
         ),
         (
             lambda: step.partition(tree.map(lambda x: x.double(), whole), like=params),
-            r"values leaf 'a.w' is torch.float64 \[3, 2\]: expected torch.float32 \[3, 2\]",
+            r"values leaf 'a.w' is float64 \[3, 2\]: expected float32 \[3, 2\]",
         ),
         (
             lambda: step.partition({"a": {**whole["a"], "b": None}}, like=params),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._format import format_tensor
 from fzero.checkpoint.layout._chunks import Chunk, ChunkRange, full_chunk
 from fzero.ranks import index_along
 from fzero.sharding import Split
@@ -49,7 +50,7 @@ class Leaf(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return format_tensor(self.dtype, self.shape)
 
 
 class LeafGroup(NamedTuple):

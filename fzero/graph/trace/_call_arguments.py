@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._format import format_tensor
 from fzero._torch import Buffer, autocast_kinds, buffers_of
 from fzero.axes import BatchSplit
 from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
@@ -335,7 +336,9 @@ def _leaves(key: Key) -> list[_LeafText]:
         shape, dtype, strides, device, requires_grad = key.tensors[index]
         details = f", strides {list(strides)}, on {device}{', requires grad' if requires_grad else ''}"
         texts.append(
-            _LeafText(f"{dtype} {list(shape)}", details + (", tied to another leaf" if index in known_indices else ""))
+            _LeafText(
+                format_tensor(dtype, shape), details + (", tied to another leaf" if index in known_indices else "")
+            )
         )
         known_indices.add(index)
     return texts

@@ -7,6 +7,7 @@ import torch
 from fzero import random
 from fzero._arguments import check_choice, check_int, is_int
 from fzero._dtypes import at_least_float32, sum_dtype
+from fzero._format import format_tensor
 from fzero.axes import axis_index, loss_axes, micro_batch
 
 __all__ = ["Routing", "check_floating", "check_routing", "count_choices", "describe", "jitter", "route"]
@@ -14,7 +15,7 @@ __all__ = ["Routing", "check_floating", "check_routing", "count_choices", "descr
 
 def describe(x: Any) -> str:
     """Describe an argument for a message: a tensor's dtype and shape, or another value."""
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+    return format_tensor(x.dtype, x.shape) if isinstance(x, torch.Tensor) else repr(x)
 
 
 def check_floating(name: str, x: Any, expected: str) -> None:

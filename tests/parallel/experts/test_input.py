@@ -33,7 +33,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "k above the experts": (lambda: moe.route(L, 5), ValueError, r"k=5: expected .* experts, an int from 1 to 4"),
     "k of 0": (lambda: moe.route(L, 0), ValueError, r"k=0: expected .* from 1 to 4"),
     "k above the groups": (lambda: moe.route(L, 3, groups=(2, 1)), ValueError, r"k=3: expected .* from 1 to 2"),
-    "integer logits": (lambda: moe.route(L.long(), 1), TypeError, r"logits is torch.int64 \[2, 3, 4\]: expected a fl"),
+    "integer logits": (lambda: moe.route(L.long(), 1), TypeError, r"logits is int64 \[2, 3, 4\]: expected a fl"),
     "score": (lambda: moe.route(L, 1, score="relu"), ValueError, r"score='relu': expected \"softmax\""),  # pyright: ignore
     "bias": (lambda: moe.route(L, 1, bias=torch.zeros(3)), ValueError, r"bias has the shape \[3\]: expected \[4\]"),
     "a bias that is a number": (
@@ -44,7 +44,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a bias of integers": (
         lambda: moe.route(L, 1, bias=OFFSETS),
         TypeError,
-        r"bias is torch.int64 \[2\]: expected a fl",
+        r"bias is int64 \[2\]: expected a fl",
     ),
     "groups that are a number": (
         lambda: moe.route(L, 1, groups=2),  # pyright: ignore
@@ -79,14 +79,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "logits for a routing": (
         lambda: moe.layer(ffn, P, X, L),  # pyright: ignore
         TypeError,
-        r"routing is torch.float32 \[2, 3, 4\]: expected the result of fzero.parallel.experts.route",
+        r"routing is float32 \[2, 3, 4\]: expected the result of fzero.parallel.experts.route",
     ),
     "a balance of logits": (
         lambda: moe.balance_loss(L),
         TypeError,
-        r"routing is torch.float32 .*: expected the result",
+        r"routing is float32 .*: expected the result",
     ),  # pyright: ignore
-    "a z loss of logits": (lambda: moe.z_loss(L), TypeError, r"routing is torch.float32 .*: expected the result"),  # pyright: ignore
+    "a z loss of logits": (lambda: moe.z_loss(L), TypeError, r"routing is float32 .*: expected the result"),  # pyright: ignore
     "statistics of nothing": (
         lambda: moe.stats(None),
         TypeError,
@@ -148,7 +148,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integer tokens": (
         lambda: moe.layer(ffn, P, X.long(), R),
         TypeError,
-        r"x is torch.int64 \[2, 3, 6\]: expected a floating",
+        r"x is int64 \[2, 3, 6\]: expected a floating",
     ),
     "tokens of another routing": (
         lambda: moe.layer(ffn, P, X[:, :2], R),
@@ -226,7 +226,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jitter of integers": (
         lambda: moe.jitter(X.long(), KEY),
         TypeError,
-        r"x is torch.int64 \[2, 3, 6\]: expected a fl",
+        r"x is int64 \[2, 3, 6\]: expected a fl",
     ),
     "jitter without a key": (lambda: moe.jitter(X, torch.ones(2)), TypeError, r"expected an int64 tensor of shape"),
     "grouped matrices": (

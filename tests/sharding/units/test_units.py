@@ -179,8 +179,8 @@ def test_granularity_tells_no_layer_from_the_root():
     assert len(fzero.sharding.by_size(params, 2000, 30_000).table) == layers * 2
 
 
-def test_granularity_of_direct_leaves():
-    """They are a unit of their own node, as long as they are small enough."""
+def test_direct_leaves_are_a_unit_of_their_own_node_or_each_its_own():
+    """They share one unit as long as they are small enough."""
     params = {"a": {"w": torch.zeros(4), "b": torch.zeros(2), "in": {"w": torch.zeros(90)}}, "top": torch.zeros(1)}
     for most, names in ((99, ["a", "a", "a.in", "top"]), (5, ["a.w", "a.b", "a.in.w", "top"])):
         rule = fzero.sharding.by_granularity(params, 5, most)
