@@ -289,10 +289,10 @@ def reference_own(path: Path) -> Any:
     body = json.loads((path / MANIFEST).read_bytes())["checkpoint"]
     shapes = {name: shape for name, _, shape, *_ in body["leaves"]}
     paths, leaves, structure = tree.flatten_with_paths(WHOLE)
-    cut = [
+    shards = [
         x.reshape(-1)[: math.prod(shapes[f"p.{p}"])].view(shapes[f"p.{p}"]) for p, x in zip(paths, leaves, strict=True)
     ]
-    return tree.unflatten(structure, cut) | {k: body["values"][k] for k in VALUES}
+    return tree.unflatten(structure, shards) | {k: body["values"][k] for k in VALUES}
 
 
 REMOTE = "memory://fuzz"

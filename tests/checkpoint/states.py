@@ -15,7 +15,7 @@ OTHERS = st.sampled_from([torch.int64, torch.int32, torch.uint8, torch.bool, tor
 
 
 class Layout(NamedTuple):
-    """A mesh, a stage, and the axes that cut units and leaves."""
+    """A mesh, a stage, and the axes that shard units and split leaves."""
 
     axes: dict[str, int]
     stage: int
@@ -105,8 +105,8 @@ def filled(step: fzero.zero.ShardedStep, state: dict[str, Any], seed: int = 0) -
         return bits.view(x.dtype).view(x.shape)
 
     whole = tree.map(random_bits, whole_of(step, state))
-    cut = {k: step.partition(whole[k], like=state[k]) for k in ("params", "opt_state")}
-    return {**whole, **cut}, whole
+    shards = {k: step.partition(whole[k], like=state[k]) for k in ("params", "opt_state")}
+    return {**whole, **shards}, whole
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -49,8 +49,8 @@ def test_hugging_face_files_do_not_depend_on_the_layout_and_load_into_any(
     tmp_path_factory, params, source, target, max_file, seed
 ):
     path, plain = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("plain")
-    step, cut, whole = params_in(source, params, seed % 99)
-    fzero.checkpoint.hf.write(path, cut, step.mesh, max_file=max_file)
+    step, shards, whole = params_in(source, params, seed % 99)
+    fzero.checkpoint.hf.write(path, shards, step.mesh, max_file=max_file)
     fzero.checkpoint.hf.write(plain, whole, max_file=max_file)
     assert folder_of(path) == folder_of(plain)
     other, like = like_in(target, params)

@@ -79,8 +79,8 @@ def test_the_state_bytes_of_each_stage_are_those_of_the_table(model, n):
 def test_state_bytes_count_the_shards_of_any_tree(params, n, stage):
     exact, padded = sizes(params, n)
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=stage, mesh=fzero.mesh(dp=n))
-    cut, _ = step.init(params, optim.sgd(0.1))
-    assert step.state_bytes(cut) == 8 * (padded // n if stage == 3 else exact)
+    sharded, _ = step.init(params, optim.sgd(0.1))
+    assert step.state_bytes(sharded) == 8 * (padded // n if stage == 3 else exact)
 
 
 def test_padding_is_less_than_a_rank_a_unit():

@@ -83,9 +83,9 @@ def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.ranks.Mesh) ->
     mesh, params = mesh_of(world), params_of(5)
     loss = loss_of(2, schedule="interleaved", stages_per_rank=2, depth=5)
     step: Any = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
-    cut, _ = step.init(loss.stack(params, mesh), OPT)
+    sharded, _ = step.init(loss.stack(params, mesh), OPT)
     predict = fzero.jit(fzero.predict(step, loss.outputs(lambda rest, x, batch: x @ rest["table"].T)), backend="fx")
-    result = predict(cut, mesh.split(batch_of(8), "dp"))
+    result = predict(sharded, mesh.split(batch_of(8), "dp"))
     assert_trees_close(
         result, loss_of(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, batch_of(8)), 1e-9
     )

@@ -31,22 +31,22 @@ RECUT = r"was sharded for dp=2, and this mesh has dp=4; gather it with the step 
 
 
 LAYOUTS: dict[str, Row] = {
-    "a state cut for another mesh": (
+    "a state sharded for another mesh": (
         lambda: run(2, PARAMS, init(2)[1], FOUR),
         ValueError,
         rf"argument 1, leaf 'mu.a.w' {RECUT}",
     ),
-    "parameters cut for another mesh": (
+    "parameters sharded for another mesh": (
         lambda: run(3, init(3)[0], init(3, FOUR)[1], FOUR),
         ValueError,
         rf"argument 0, leaf 'a.w' {RECUT}",
     ),
-    "parameters cut for another mesh, gathered": (
+    "parameters sharded for another mesh, gathered": (
         lambda: step_of(3, FOUR).gather(BOXES),
         ValueError,
         rf"leaf 'a.w' {RECUT}",
     ),
-    "parameters cut for another mesh, in a rank program": (
+    "parameters sharded for another mesh, in a rank program": (
         lambda: FOUR.spmd(fzero.gather)(BOXES),
         ValueError,
         r"is \[2, 4\].*Mesh\(dp=4, simulated\) has 4.*gather parameters and state.*step.partition",
@@ -73,7 +73,7 @@ LAYOUTS: dict[str, Row] = {
     ),
     "a plain state at stage 2": (lambda: run(2, *init(0)), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
     "a plain state at stage 3": (lambda: run(3, BOXES, init(0)[1]), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
-    "a cut state at stage 0": (lambda: run(0, PARAMS, BOXED_STATE), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
+    "a sharded state at stage 0": (lambda: run(0, PARAMS, BOXED_STATE), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
     "stage 1's state at stage 2": (lambda: run(2, *init(1)), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
     "stage 2's state at stage 1": (lambda: run(1, *init(2)), ValueError, r"'a\.w'.*Shard\('a'.*step.init"),
     "a partition of boxes": (
@@ -123,12 +123,12 @@ LAYOUTS: dict[str, Row] = {
         ValueError,
         r"grads leaf 'c' is \[8, 3\]: expected shape \[5\], as in like",
     ),
-    "plain updates to cut parameters": (
+    "plain updates to sharded parameters": (
         lambda: spmd(lambda p: optim.apply_updates(fzero.partition(p), p), PARAMS),
         ValueError,
         r"'a\.w'.*Shard\('a'.*float32 \[3, 2\]",
     ),
-    "cut updates to plain parameters": (
+    "sharded updates to plain parameters": (
         lambda: spmd(lambda p: optim.apply_updates(p, fzero.partition(p)), PARAMS),
         ValueError,
         r"'a\.w'.*Shard\('a'",
@@ -180,11 +180,11 @@ def test_the_remedy_for_a_state_of_another_stage_works():
     params, state, _ = zero(*zero.init(PARAMS, OPT), PIECES)
     with pytest.raises(ValueError, match=r"takes it sharded: .*of another stage trained, step.partition\(params\)"):
         three(params, state, PIECES)
-    cut = three.partition(params)
+    sharded = three.partition(params)
     with pytest.raises(
         ValueError, match=r"step.partition\(other.gather\(state\), like=step.init\(params, opt\)\[1\]\)"
     ):
-        three(cut, state, PIECES)
+        three(sharded, state, PIECES)
     moved = three.partition(zero.gather(state), like=three.init(params, OPT)[1])
-    expected, got = zero(params, state, PIECES), three(cut, moved, PIECES)
+    expected, got = zero(params, state, PIECES), three(sharded, moved, PIECES)
     assert_trees_close(three.gather(got[:2]), tuple(expected[:2]))

@@ -400,8 +400,8 @@ def test_the_mask_that_replaces_a_gradient_hook_has_its_effect(stage):
         return optim.apply_updates(p, updates), s
 
     step = fzero.shard(train_step, stage, mesh)
-    cut, state = step.init(params, opt)
-    weight = step.gather(step(cut, state, mesh.split(ids))[0])["weight"]
+    sharded, state = step.init(params, opt)
+    weight = step.gather(step(sharded, state, mesh.split(ids))[0])["weight"]
     module.weight.register_hook(lambda g: g * mask)
     module(ids).square().mean().backward()
     torch.testing.assert_close(params["weight"] - weight, module.weight.grad)

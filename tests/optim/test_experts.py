@@ -45,7 +45,7 @@ def test_each_expert_of_each_layer_has_its_own_norm(limit, dtype):
 @examples(3, 12)
 @given(st.sampled_from(MESHES), st.integers(0, 3), st.sampled_from([None, 0.5]), st.booleans())
 def test_clip_by_expert_on_any_mesh_equals_dense_training(mesh, stage, capacity, one_unit):
-    """Rows of an expert are cut anywhere: by dp, by ep, in a unit with other leaves, or with each leaf a unit."""
+    """Rows of an expert are sharded anywhere: by dp, by ep, in a unit with other leaves, or with each leaf a unit."""
     units = (
         (lambda path, leaf: "all" if "experts" not in path else "experts") if one_unit else (lambda path, leaf: path)
     )

@@ -27,7 +27,7 @@ def shards_of(values: Any) -> list[Shard]:
 
 
 def forget(values: Any) -> Any:
-    """Copy a tree, so that its boxes no longer know what they were cut from."""
+    """Copy a tree, so that its boxes no longer know what they were sharded from."""
     return tree.map(lambda x: x.clone(), values)
 
 
@@ -62,8 +62,8 @@ def test_shards_are_the_unit_cut_in_equal_parts(params, n):
         assert torch.equal(box.data.reshape(-1)[: flat.numel()], flat)
         assert not box.data.reshape(-1)[flat.numel() :].any()
         assert {leaves[path].dtype for path in box.spec.paths} == {box.spec.dtype}
-    cut = {path for box in shards_of(boxes) for path in box.spec.paths}
-    assert cut == {p for p, x in leaves.items() if x is not None and x.is_floating_point()}
+    sharded = {path for box in shards_of(boxes) for path in box.spec.paths}
+    assert sharded == {p for p, x in leaves.items() if x is not None and x.is_floating_point()}
 
 
 @examples(15, 60)
@@ -321,7 +321,7 @@ def test_reduce_scatter_keeps_two_trees_of_one_layout_apart():
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("k", [1, 2])
 def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
-    """A tensor at two paths: one gradient, the sum over both uses; stored once when cut; still one tensor after."""
+    """A tensor at two paths: one gradient, the sum over both uses; stored once when sharded; still one tensor after."""
     w = mlp_params()["blocks"][0]["w"]
     params = {"in": {"w": w}, "mid": [{"b": torch.ones(7).double()}], "out": {"w": w}}
     opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1e-3), fzero.optim.sgd(10.0, momentum=0.9))

@@ -25,7 +25,7 @@ OPTIMIZERS = {
 
 
 def assert_same(got: Any, expected: Any, step: fzero.zero.ShardedStep) -> None:
-    """Assert that two trees are cut alike, and are equal to the last bit where they are not padding."""
+    """Assert that two trees are sharded alike, and are equal to the last bit where they are not padding."""
     entries, structure = tree.flatten(expected, is_box)
     others, other_structure = tree.flatten(got, is_box)
     assert structure == other_structure

@@ -82,8 +82,8 @@ def test_init_holds_at_most_one_unit_beside_the_leaves():
     def made(**options: Any) -> Any:
         return [{"w": torch.zeros(width, width, **options), "b": torch.zeros(width, **options)} for _ in range(blocks)]
 
-    cut = step_at(1).program(fzero.partition)(made(device="meta"))
-    assert peak_bytes(lambda: in_unit_buffers(tree.tensors(made()), cut)) == (blocks + 1) * unit
+    sharded = step_at(1).program(fzero.partition)(made(device="meta"))
+    assert peak_bytes(lambda: in_unit_buffers(tree.tensors(made()), sharded)) == (blocks + 1) * unit
 
 
 def test_unit_buffers_work_on_a_mesh_of_one_rank():

@@ -95,8 +95,8 @@ def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
     again = (state[0], optim.with_offload_ratio(state[1], state[0], change[1]))
     assert tree.flatten(again[1])[1] == tree.flatten(like[1])[1]
     assert same_bits(on(other, again, rest), expected)
-    cut = tuple([other.partition(step.gather(x), like=y) for x, y in zip(state, like, strict=True)])
-    assert same_bits(on(other, cut, rest), expected)
+    sharded = tuple([other.partition(step.gather(x), like=y) for x, y in zip(state, like, strict=True)])
+    assert same_bits(on(other, sharded, rest), expected)
     with tempfile.TemporaryDirectory() as folder:
         fzero.save(f"{folder}/c", tuple(state), mesh=step.mesh)
         loaded = fzero.load(f"{folder}/c", tuple(like), mesh=other.mesh)

@@ -155,8 +155,8 @@ def test_a_masked_optimizer_ignores_nan_in_other_leaves():
     opt = optim.masked(optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)), matrices)
 
     def update(params: Any, grads: Any) -> Any:
-        cut = [fzero.partition(x, units=lambda path, leaf: "all") for x in (params, grads)]
-        return fzero.gather(opt.update(cut[1], opt.init(cut[0]), cut[0])[0])
+        sharded = [fzero.partition(x, units=lambda path, leaf: "all") for x in (params, grads)]
+        return fzero.gather(opt.update(sharded[1], opt.init(sharded[0]), sharded[0])[0])
 
     for updates in (opt.update(grads, opt.init(params), params)[0], fzero.mesh(dp=2).spmd(update)(params, grads)):
         torch.testing.assert_close(updates["w"], torch.full((2, 2), -0.1))

@@ -94,9 +94,9 @@ def test_a_layer_of_tensor_parallel_experts_trains_like_the_unsharded_one():
         return moe.layer(tensor_parallel, *args, **options)
 
     def split(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-        cut = SPLIT(path, leaf)
+        dims_by_axis = SPLIT(path, leaf)
         dims = {"up": 2, "bias": 1, "down": 1}
-        return cut and {**cut, "tp": dims[path.split(".")[-1]]}
+        return dims_by_axis and {**dims_by_axis, "tp": dims[path.split(".")[-1]]}
 
     for capacity, stages in ((None, either((3,), (0, 3))), (0.5, (2,))):
         mesh = fzero.mesh(dp=2, ep=2, tp=2)

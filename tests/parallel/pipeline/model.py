@@ -1,4 +1,4 @@
-"""A small model cut at its blocks, with tied ends and a weighted loss; and training with it."""
+"""A small model split at its blocks, with tied ends and a weighted loss; and training with it."""
 
 from collections.abc import Callable
 from typing import Any

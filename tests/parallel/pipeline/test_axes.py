@@ -92,7 +92,7 @@ def test_a_model_of_transformers_trains_in_stages_heads_and_columns(simulate, se
     expected = optim.apply_updates(params, updates)
 
     layers = tp.layers(model, {"lm_head": "colwise"}, sequence=sequence)
-    loss, cut, join = fzero.nn.pipeline(
+    loss, split_params, join = fzero.nn.pipeline(
         model,
         lambda output, ids: tp.cross_entropy(output.logits, ids[:, 1:]),
         inputs=lambda ids: ids[:, :-1],
@@ -101,7 +101,7 @@ def test_a_model_of_transformers_trains_in_stages_heads_and_columns(simulate, se
     )
     mesh = fzero.mesh(dp=2, pp=2, tp=2, simulate=simulate)
     step = fzero.shard(step_of(loss, opt), 2, mesh, axis=("dp", "pp"), split=loss.split)
-    state = step.init(loss.stack(cut, mesh), opt)
+    state = step.init(loss.stack(split_params, mesh), opt)
     *state, actual = step(*state, mesh.split(ids, "dp"))
     assert_trees_close(actual, value, 1e-9)
     trained = layers.pack(join(loss.unstack(step.gather(state[0]), mesh)))

@@ -295,8 +295,8 @@ def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(pp=2, simulate=simulate)
         step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
-        cut, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
-        close(step.program(lambda p, b: fzero.collectives.psum(loss(p, b)))(cut, batch), expected)
+        sharded, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        close(step.program(lambda p, b: fzero.collectives.psum(loss(p, b)))(sharded, batch), expected)
 
 
 @pytest.mark.parametrize(
@@ -358,9 +358,9 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
             return fzero.collectives.psum(loss(fzero.gather(params), batch), ("dp", "pp"))
 
         step = fzero.shard(evaluate, 3, mesh, axis=("dp", "pp"), split=loss.split)
-        cut, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
+        sharded, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
         with fzero.collectives.record() as log:
-            result = step.program(evaluate)(cut, mesh.split(batch_of(16), "dp"))
+            result = step.program(evaluate)(sharded, mesh.split(batch_of(16), "dp"))
         close(result, loss(params, batch_of(16)))
         if simulate == "lockstep":
             assert [e.elements for e in log.events if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward

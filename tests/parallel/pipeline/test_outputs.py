@@ -35,18 +35,18 @@ def made(mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipel
 def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> None:
     """Evaluate and predict 19 examples, 8 at once, and compare with the model without a pipeline."""
     loss, params = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5), params_of(5)
-    step, cut = made(mesh, stage, loss, params)
+    step, sharded = made(mesh, stage, loss, params)
     programs = [
         fzero.evaluate(step, loss.outputs(weighted), weighted=True),
         fzero.predict(step, loss.outputs(answers)),
     ]
     evaluate, predict = [fzero.jit(p, backend="fx", **LEAST) if jit else p for p in programs]
     batches = list(fzero.data.once(DATA, mesh, global_batch=8, axis=step.data_axes))
-    actual = fzero.data.mean(evaluate(cut, batch, rows) for batch, rows in batches)
+    actual = fzero.data.mean(evaluate(sharded, batch, rows) for batch, rows in batches)
     total, weight = loss_of(1, depth=5)(params, ROWS)
     assert actual == pytest.approx((total / weight).item(), rel=1e-12)
     expected = loss_of(1, depth=5).outputs(answers)(params, ROWS)
-    parts = [fzero.tree.map(lambda x, rows=rows: x[:rows], predict(cut, batch)) for batch, rows in batches]
+    parts = [fzero.tree.map(lambda x, rows=rows: x[:rows], predict(sharded, batch)) for batch, rows in batches]
     for key, value in expected.items():
         whole = torch.cat([part[key] for part in parts])
         assert whole.dtype == value.dtype
@@ -71,11 +71,11 @@ def test_jitted_outputs_of_a_pipeline_equal_the_eager_ones():
 
 def test_a_mesh_of_stages_alone_has_no_axis_of_data():
     loss, params, mesh = loss_of(4), params_of(4), fzero.mesh(pp=2)
-    step, cut = made(mesh, 1, loss, params)
+    step, sharded = made(mesh, 1, loss, params)
     assert step.data_axes == ()
-    sums, weight = fzero.evaluate(step, loss.outputs(weighted), weighted=True)(cut, batch_of(8), torch.tensor(8))
+    sums, weight = fzero.evaluate(step, loss.outputs(weighted), weighted=True)(sharded, batch_of(8), torch.tensor(8))
     torch.testing.assert_close((sums, weight), loss(params, batch_of(8)))
-    logits = fzero.predict(step, loss.outputs(answers))(cut, batch_of(8))["logits"]
+    logits = fzero.predict(step, loss.outputs(answers))(sharded, batch_of(8))["logits"]
     torch.testing.assert_close(logits, loss.outputs(answers)(params, batch_of(8))["logits"])
 
 
@@ -97,7 +97,7 @@ def test_outputs_of_a_pipeline_keep_no_residuals():
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_the_error_of_outputs_names_its_wrong_argument(simulate):
     loss, mesh = loss_of(4), fzero.mesh(dp=2, pp=2, simulate=simulate)
-    step, cut = made(mesh, 1, loss, params_of(4))
+    step, sharded = made(mesh, 1, loss, params_of(4))
     batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)
     for said, program in (
         ("for a pipelined loss pass loss.outputs(last)", fzero.evaluate(step, loss)),
@@ -105,8 +105,8 @@ def test_the_error_of_outputs_names_its_wrong_argument(simulate):
     ):
         program = program or fzero.evaluate(step, loss.outputs())
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
-            program(cut, batch, rows)
+            program(sharded, batch, rows)
     with pytest.raises(ValueError, match="leaf 'tokens' differs by rank along 'pp'"):
-        fzero.evaluate(step, loss.outputs(weighted), weighted=True)(cut, mesh.split(batch_of(16)), rows)
+        fzero.evaluate(step, loss.outputs(weighted), weighted=True)(sharded, mesh.split(batch_of(16)), rows)
     with pytest.raises(TypeError, match=r"outputs: last=3: expected a function"):
         loss.outputs(3)  # pyright: ignore[reportArgumentType]

@@ -34,9 +34,9 @@ def test_a_rank_holds_its_own_blocks_in_bytes(stage):
     loss, params = loss_of(4, depth=5), params_of(5)
     step, (params, state), _ = made(fzero.mesh(dp=2, pp=2), loss, params, stage, optim.sgd(0.1, momentum=0.9))
     blocks, table, scale = 3 * (25 + 5) * 8, 35 * 8, 8
-    whole, cut = blocks + table + scale, blocks // 2 + 9 * 8 + scale  # 36 of the table's elements on 4 ranks
-    assert step.state_bytes(params) == (cut if stage == 3 else whole)
-    assert step.state_bytes(state) - 8 == (whole if stage == 0 else cut)  # a count
+    whole, sharded = blocks + table + scale, blocks // 2 + 9 * 8 + scale  # 36 of the table's elements on 4 ranks
+    assert step.state_bytes(params) == (sharded if stage == 3 else whole)
+    assert step.state_bytes(state) - 8 == (whole if stage == 0 else sharded)  # a count
 
 
 @pytest.mark.slow
@@ -107,6 +107,6 @@ def test_trees_are_stacked_and_unstacked_in_a_state():
     state = opt.init(dense)._replace(mu=dense)
     mesh = fzero.mesh(dp=2, pp=2)
     step, (_, like), _ = made(mesh, loss, params, 3, opt)
-    cut = step.partition(loss.stack(state, mesh), like=like)
-    assert same_bits(loss.unstack(step.gather(cut), mesh), state)
+    sharded = step.partition(loss.stack(state, mesh), like=like)
+    assert same_bits(loss.unstack(step.gather(sharded), mesh), state)
     assert loss.unstack((), mesh) == () and loss.stack(((), 3), mesh) == ((), 3)

@@ -80,24 +80,24 @@ def plain_loss(params: Any, batch: Any) -> torch.Tensor:
 
 
 def loss_for(sequence: bool = False, remat: bool = False, axis: str = "tp") -> Callable[..., torch.Tensor]:
-    cut = {"axis": axis, "sequence": sequence}
+    options = {"axis": axis, "sequence": sequence}
 
     def normed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return norm(x, tp.enter(scale, axis) if sequence else scale)
 
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        qkv = tp.column(normed(x, p["norm1"]), p["qkv"], p["qkv_bias"], **cut)
-        x = x + tp.row(attend(qkv), p["out"], p["out_bias"], **cut)
-        h = F.gelu(tp.column(normed(x, p["norm2"]), p["up"], p["up_bias"], **cut))
-        return x + tp.row(h, p["down"], p["down_bias"], **cut)
+        qkv = tp.column(normed(x, p["norm1"]), p["qkv"], p["qkv_bias"], **options)
+        x = x + tp.row(attend(qkv), p["out"], p["out_bias"], **options)
+        h = F.gelu(tp.column(normed(x, p["norm2"]), p["up"], p["up_bias"], **options))
+        return x + tp.row(h, p["down"], p["down_bias"], **options)
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         positions = tp.scatter(params["positions"], axis) if sequence else params["positions"]
-        x = tp.embed(batch["tokens"], params["tokens"], **cut) + positions
+        x = tp.embed(batch["tokens"], params["tokens"], **options) + positions
         for p in params["blocks"]:
             x = (fzero.remat(block) if remat else block)(p, x)
         head = params["head"] if "head" in params else params["tokens"].mT
-        logits = tp.column(normed(x, params["norm"]), head, **cut)
+        logits = tp.column(normed(x, params["norm"]), head, **options)
         return tp.cross_entropy(logits, batch["targets"], axis)
 
     return loss_fn

@@ -26,7 +26,7 @@ FLOAT32 = 1e-6
 def check(
     model: torch.nn.Module, layers: tp.Layers, mesh: fzero.ranks.Mesh, stage: int, rtol: float = 1e-12, **options: Any
 ) -> dict[str, Any]:
-    """Train both, compare, and return the cut parameters."""
+    """Train both, compare, and return the split parameters."""
     axis: Any = tuple([name for name, _ in mesh.shape if name != "tp"])
     size = 8 if "ep" in axis else 4
     expected, losses = losses_of(options.pop("dense", model), size)
@@ -41,8 +41,8 @@ def check(
     return state[0]
 
 
-def cut_in(params: dict[str, Any], axis: str = "tp") -> set[str]:
-    """Name the parameters that are cut over an axis."""
+def split_over(params: dict[str, Any], axis: str = "tp") -> set[str]:
+    """Name the parameters that are split over an axis."""
     leaves = zip(*tree.flatten_with_paths(params, tree.is_box)[:2], strict=True)
     return {path for path, x in leaves if hasattr(x, "spec") and axis in [s.axis for s in x.spec.split]}
 
@@ -55,7 +55,7 @@ def test_training_by_a_models_tp_plan_equals_training_of_the_whole_model(name, s
     for mesh, stage in MESHES:
         casts = name == "gemma2" and (sequence or mesh.size > 2)
         params = check(model, layers, mesh, stage, FLOAT32 if casts else 1e-12)
-    whole = {name for name, p in params.items() if name not in cut_in(params)}
+    whole = {name for name, p in params.items() if name not in split_over(params)}
     assert all(p.ndim < 2 or "wpe" in n for n, p in model.named_parameters() if n in whole)
     assert not whole & set(layers.param_splits)
 
@@ -66,7 +66,7 @@ def test_a_model_with_tied_embeddings_trains_with_remat(sequence):
     model = model_of("llama", tie_word_embeddings=True)
     layers = tp.layers(model, sequence=sequence)
     params = check(model, layers, fzero.mesh(dp=2, tp=2), 3, remat=True)
-    assert "lm_head.weight" not in params and "model.embed_tokens.weight" in cut_in(params)
+    assert "lm_head.weight" not in params and "model.embed_tokens.weight" in split_over(params)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_key_and_value_heads_that_do_not_divide_are_shared(heads, kv, ranks, sim
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4 * heads, "vocab_size": 24}
     model = model_of("qwen2", **sizes)
     params = check(model, tp.layers(model, sequence=sequence), fzero.mesh(dp=1, tp=ranks, simulate=simulate), 2)
-    assert not any("k_proj" in name or "v_proj" in name for name in cut_in(params))
-    assert "model.layers.0.self_attn.q_proj.weight" in cut_in(params)
+    assert not any("k_proj" in name or "v_proj" in name for name in split_over(params))
+    assert "model.layers.0.self_attn.q_proj.weight" in split_over(params)
 
 
 def test_query_heads_that_do_not_divide_are_refused():
@@ -106,18 +106,18 @@ def test_a_loss_takes_logits_that_nobody_gathers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
-@pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
-def test_mixtral_trains_with_experts_over_another_axis(cut, sequence):
-    """Attention over tp, experts over ep, and each expert cut over tp or not."""
+@pytest.mark.parametrize("experts_split", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "split"])
+def test_mixtral_trains_with_experts_over_another_axis(experts_split, sequence):
+    """Attention over tp, experts over ep, and each expert split over tp or not."""
     moe.transformers.register()
     dense, model = (model_of("mixtral", experts=experts) for experts in ("batched_mm", "fzero"))
     left_out = dict.fromkeys(["*.experts", "*.experts.gate_up_proj", "*.experts.down_proj"])
-    layers = tp.layers(model, None if cut else left_out, sequence=sequence)
+    layers = tp.layers(model, None if experts_split else left_out, sequence=sequence)
     rules = [moe.transformers.split(model)]
     for mesh, stage in ((fzero.mesh(dp=1, ep=2, tp=2), 3), (fzero.mesh(ep=2, tp=2, simulate="lockstep"), 2)):
-        params = check(model, layers, mesh, stage, FLOAT32 if cut else 1e-12, dense=dense, rules=rules)
+        params = check(model, layers, mesh, stage, FLOAT32 if experts_split else 1e-12, dense=dense, rules=rules)
         experts = {name for name in params if ".experts." in name}
-        assert cut_in(params, "ep") == experts and (experts <= cut_in(params)) == cut
+        assert split_over(params, "ep") == experts and (experts <= split_over(params)) == experts_split
 
 
 @pytest.mark.slow

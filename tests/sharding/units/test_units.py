@@ -227,7 +227,7 @@ def test_the_default_rule_of_units_has_a_cap_of_elements(layers, experts, most):
 
 
 def test_default_units_hold_at_most_2_to_the_31_elements():
-    """A layer of more is cut between its subtrees, unless its own part of a mesh is small enough."""
+    """A layer of more is divided between its subtrees, unless its own part of a mesh is small enough."""
     params = {"layers": [{"attn": zeros(2**29), "up": zeros(2**30), "down": zeros(2**30)}], "norm": zeros(8)}
     assert list(units_of(params)) == ["layers.0.attn to layers.0.up", "layers.0.down", "norm"]
     mesh = fzero.mesh(dp=2, ep=2)
