@@ -77,10 +77,10 @@ def _check_unshared(arguments: Arguments, tensors: Sequence[torch.Tensor], donat
     while (i := _find_shared(arguments, tensors, donated)) is not None:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{arguments.tensor_names[i]} is donated to fzero.jit and shares its memory with something that is no "
-                "argument: a view or its base, a .detach() or .numpy(), an autograd graph or a leaf beside it, perhaps "
-                "a variable that a loop left over. It would see the new values: delete it (del) or replace it by a "
-                "clone before the call, or jit with donate=()"
+                f"{arguments.tensor_names[i]} is donated to fzero.jit and shares its memory with something that is not "
+                "an argument: a view or its base, a .detach() or .numpy(), an autograd graph or a leaf beside it, "
+                "perhaps a variable that a loop left over. It would see the new values: delete it (del) or replace it "
+                "by a clone before the call, or jit with donate=()"
             )
         time.sleep(0.001)
 
