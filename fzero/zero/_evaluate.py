@@ -73,8 +73,8 @@ def evaluate(
     def totals(*args: Any) -> Any:
         if len(args) < 2 or (not isinstance(args[-1], int) and getattr(args[-1], "ndim", 1)):
             raise TypeError(
-                "evaluate's program takes (params, ..., batch, rows), and the last argument is not a number of rows: take "
-                "both from fzero.data.once, or pass the number of examples of the global batch"
+                "evaluate's program takes (params, ..., batch, rows), and the last argument is not a number of rows: "
+                "take both from fzero.data.once, or pass the number of examples of the global batch"
             )
         *trees, batch, rows = args
         out = f(*_full(trees, gather, precision), batch)
