@@ -308,6 +308,7 @@ class Mesh:
         n, mine = self._ranks(names), self.index(names)
 
         def part(path: str, x: Any) -> torch.Tensor:
+            """Return this rank's part of a leaf, or those of all simulated ranks."""
             _check_tensor("batch", path, x)
             if x.ndim == 0:
                 raise ValueError(

@@ -71,6 +71,7 @@ def evaluate(
     axes = _example_axes(step, axis)
 
     def totals(*args: Any) -> Any:
+        """Return the sums of the values over the first rows of the global batch, and of their weights."""
         if len(args) < 2 or (not isinstance(args[-1], int) and getattr(args[-1], "ndim", 1)):
             raise TypeError(
                 "evaluate's program takes (params, ..., batch, rows), and the last argument is not a number of rows: "

@@ -50,7 +50,7 @@ def test_operations_that_read_sizes_in_cpp_are_decomposed_to_follow_decisions():
         (lambda x: x.chunk(3), "no polynomial"),
         (lambda x: x.new_zeros(x.shape[0] ** 3), "no polynomial"),
         (lambda x: x.new_zeros((x.shape[0] ** 2 + 1) // x.shape[0]), "no polynomial"),
-        (lambda x: x.mean() * x.shape[0] ** 0.5, "no whole number"),
+        (lambda x: x.mean() * x.shape[0] ** 0.5, "not a whole number"),
         (lambda x: x * 2 if x.sum() > 0 else x, "GuardOnDataDependent|DataDependent|data-dependent"),
         (lambda x: x.nonzero(), "DynamicOutputShape"),
         (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -346,7 +346,7 @@ class ModelStep:
 
         stage: Any = config.stage
         pp_loss = self._pipeline(shape, config, depth) if config.pp > 1 else None
-        split = pp_loss.split if pp_loss else _rules(config)
+        split = pp_loss.split if pp_loss else _rules(shape, config, depth)
         step = shard(train_step, stage=stage, mesh=ranks, axis=config.mean, split=split)
         params = init(shape, depth)
         params, opt_state = step.init(pp_loss.stack(params, ranks) if pp_loss else params, opt)
@@ -379,7 +379,7 @@ class ModelStep:
             stages_per_rank=config.pipeline_stages,
             depth=depth,
             remat=config.remat,
-            split=_rules(config),
+            split=_rules(shape, config, depth),
         )
 
     def _options(self, config: Configuration) -> _ForwardOptions:
@@ -429,9 +429,16 @@ class ModelStep:
             )
 
 
-def _rules(config: Configuration) -> tuple[Callable[..., Any], ...] | None:
+@cache
+def _split_dims(shape: ModelShape, depth: int) -> dict[str, int]:
+    """Return the dimensions of `TENSOR` for the leaves that a model of some blocks has."""
+    paths = tree.flatten_with_paths(init(shape, depth))[0]
+    return {name: dim for name, dim in TENSOR.items() if any(f".{path}".endswith(f".{name}") for path in paths)}
+
+
+def _rules(shape: ModelShape, config: Configuration, depth: int) -> tuple[Callable[..., Any], ...] | None:
     """Return the rules that split leaves over axes other than those of ZeRO; None if there are none."""
-    rules = [tp.split(TENSOR)] if config.tp > 1 else []
+    rules = [tp.split(_split_dims(shape, depth))] if config.tp > 1 else []
     rules += [moe.split("experts")] if config.ep > 1 else []
     return tuple(rules) or None
 
