@@ -67,8 +67,11 @@ def _cast(node: Node) -> Node | None:
 
 
 def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return whether `wide` is another dtype than `narrow` and represents all its numbers."""
-    if not (wide.is_floating_point and narrow.is_floating_point):
+    """Return whether `wide` is another dtype than `narrow` and represents all its numbers.
+
+    Torch promotes no float8, so a cast to float32 and back stays there.
+    """
+    if not (wide.is_floating_point and narrow.is_floating_point) or min(wide.itemsize, narrow.itemsize) == 1:
         return False
     return torch.promote_types(wide, narrow) == wide and wide != narrow
 

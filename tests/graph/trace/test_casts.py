@@ -16,6 +16,11 @@ CHAINS = {  # a function, and how many casts are left of it
     "a view that is a result": (lambda x: x.float().bfloat16().t(), HALF, 2),
     "rounded": (lambda x: x.bfloat16().float() * 2, FLOAT, 2),
     "another half precision": (lambda x: x.half().bfloat16() * 2, HALF, 2),
+    "float8, which torch promotes to nothing": (
+        lambda x: x.to(torch.float8_e4m3fn).float().to(torch.float8_e4m3fn).float() * 2,
+        FLOAT,
+        4,
+    ),
     "to another one": (lambda x: x.float().half() * 2, HALF, 2),
     "integers": (lambda x: x.float().to(torch.int32) * 2, torch.int32, 2),
     "changed in between": (lambda x: (x.float() * 1.001).bfloat16() * 2, HALF, 2),
