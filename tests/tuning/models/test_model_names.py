@@ -236,7 +236,8 @@ def test_quantised_states_appear_in_the_plan_and_in_the_lines_to_paste():
 def test_a_plan_with_float8_multiplies_the_layers_of_blocks_in_float8():
     """Six layers a block, each with a product forward and two backward; sizes that 16 does not divide stay exact."""
     config = Configuration(3, 1, 1, ranks=8, depth=1)
-    for scaling in either(("rowwise",), ("tensorwise", "rowwise")):
+    has_rows = torch.__version__ >= "2.12"  # torch 2.11 has no rowwise product on a CPU, where this is traced
+    for scaling in either(("rowwise",), ("tensorwise", "rowwise")) if has_rows else ("tensorwise",):
         coded = replace(config, float8=scaling)
         plan = fzero.plan(*tuning.model_step("gpt2", length=64)(coded))
         count = sum(o.times for o in plan.operations if o.target == "aten._scaled_mm.default")
