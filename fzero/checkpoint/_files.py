@@ -91,6 +91,11 @@ class Files(Protocol):
 
 def files_at(path: StrPath) -> Files:
     """Return the files of a folder, given its path or a URL that fsspec supports, such as `"s3://bucket/run"`."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(
+            f"path is a {type(path).__name__}: expected the path of a folder, or a URL such as 's3://bucket/run'; the "
+            "order is fzero.save(path, tree), fzero.load(path, like)"
+        )
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise TypeError(f"path={path!r}: expected the path of a folder, or a URL such as 's3://bucket/run'")
