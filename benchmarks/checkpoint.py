@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
-from fzero.checkpoint.layout._manifest import PAGE_BYTES, File, Manifest, header, parse
+from fzero.checkpoint.layout import PAGE_BYTES, File, Manifest, header, parse
 from fzero.checkpoint.layout._ranges import Leaf, LeafGroup, TreeLayout
 
 LAYERS = 8

@@ -25,8 +25,7 @@ import fzero
 from benchmarks.report import publish, table
 from fzero import tree
 from fzero.tuning import Configuration
-from fzero.tuning.models._model_names import ModelShape
-from fzero.tuning.models._steps import ModelStep
+from fzero.tuning.models import ModelShape, ModelStep
 
 STEPS, MB, GOAL = 5, 1e6, 0.01
 LLAMA = {"kv_heads": 2, "gated": True, "norm": "rms", "biases": ""}

@@ -25,8 +25,8 @@ from benchmarks.report import publish, table
 from fzero import Precision, jit
 from fzero.tuning import Configuration, TableRow
 from fzero.tuning._table_views import format_remat
-from fzero.tuning.models._steps import ModelStep
-from fzero.tuning.search._search import ConfigurationPlanner, PlanCache, open_pool
+from fzero.tuning.models import ModelStep
+from fzero.tuning.search import ConfigurationPlanner, PlanCache, open_pool
 
 FILE = pathlib.Path(__file__).parents[1] / "published.py"  # whose suffix becomes .md
 

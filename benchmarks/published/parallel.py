@@ -19,7 +19,7 @@ from benchmarks.published.runs import CARDS, GIB, Run, code_of, rows_of
 from benchmarks.report import publish, table
 from fzero.tuning import Configuration
 from fzero.tuning._table_views import format_remat
-from fzero.tuning.models._model_names import PRESETS
+from fzero.tuning.models import PRESETS
 
 REMAT = {"full": True, "selective-op": "matmuls"}  # selective-op keeps most products
 STAGES = 4  # of a rank: two blocks each, and fewer in the first and the last, as in Llama 3

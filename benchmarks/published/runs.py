@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fzero.tuning import A100, A100_80GB, H100, H200, Configuration, Machine
-from fzero.tuning.models._model_names import PRESETS, ModelShape
+from fzero.tuning.models import PRESETS, ModelShape
 
 __all__ = ["CARDS", "GIB", "Run", "rows_of", "runs"]
 

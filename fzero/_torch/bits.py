@@ -11,7 +11,7 @@ from fzero._torch.levels import vmaps
 
 __all__ = ["view_bits"]
 
-_HAS_RULE = torch.__version__ >= "2.12"
+_HAS_RULE = torch.__version__ >= "2.13"
 
 
 class _ViewBits(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 __all__ = ["scaled_mm"]
 
 _torch: Any = torch
-_HAS_NO_ROWS = torch.__version__ < "2.12"  # on a CPU torch 2.11 multiplies with one scale for a matrix only
+_HAS_NO_ROWS = torch.__version__ < "2.13"  # on a CPU torch 2.11 multiplies with one scale for a matrix only
 
 
 def scaled_mm(

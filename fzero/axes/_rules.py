@@ -116,6 +116,11 @@ class LayoutRules(NamedTuple):
         """Return the list that is stacked along each axis, given the paths of a tree's leaves and the axes' sizes."""
         return {axis: stack for rule in self.stacks for axis, stack in rule.stacked(paths, sizes).items()}
 
+    @property
+    def named_axes(self) -> tuple[str, ...]:
+        """The axes over which rules of `split` split leaves by their names."""
+        return tuple([rule.axis for rule in rules_in(self.split) if isinstance(rule, _NamedRule)])
+
     def unused_names(self, paths: Sequence[str], axes: Sequence[str]) -> list[str]:
         """List the names in rules of `split`, for some axes, that stand in no path of a tree."""
         rules = [rule for rule in rules_in(self.split) if isinstance(rule, _NamedRule) and rule.axis in axes]

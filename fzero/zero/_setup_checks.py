@@ -46,8 +46,11 @@ def check_splits(boxes: Any, rules: LayoutRules, mesh: Mesh, data_axes: Sequence
         data_axes: the axes over which batches are split.
 
     Raises:
-        ValueError: if a name finds no leaf.
+        ValueError: if a name finds no leaf, or a rule's axis is a misspelt axis of the mesh.
     """
+    for axis in set(rules.named_axes) - set(mesh.axis_names):
+        if hint := did_you_mean(axis, mesh.axis_names, cutoff=0.75):  # a mesh without an axis of the kind is no mistake
+            raise ValueError(f"split: a rule splits leaves over {axis!r}, which is not an axis of {mesh!r}{hint}")
     paths, leaves, _ = tree.flatten_with_paths(boxes, is_box)
     if unused := rules.unused_names(paths, mesh.axis_names):
         ends = sorted({path.rpartition(".")[2] for path in paths} | set(paths))

@@ -11,7 +11,7 @@ from fzero._torch import bits
 PAIRS = [(torch.float32, torch.int32), (torch.int8, torch.uint8), (torch.float8_e4m3fn, torch.uint8)]
 
 
-@pytest.mark.parametrize("has_rule", [False, torch.__version__ >= "2.12"])
+@pytest.mark.parametrize("has_rule", [False, torch.__version__ >= "2.13"])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_bits_are_viewed_under_vmap_as_in_a_loop(source, target, has_rule, monkeypatch):
     """Also along a batch dimension that is not the first, and in a vmap within a vmap."""
@@ -25,7 +25,7 @@ def test_bits_are_viewed_under_vmap_as_in_a_loop(source, target, has_rule, monke
     assert torch.equal(twice, expected.mT)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 has no product of float8 by rows on a CPU")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no product of float8 by rows on a CPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_by_rows_without_torchs_own_has_its_numbers(dtype, monkeypatch):
     a, b = [torch.randn(16, 32).to(torch.float8_e4m3fn) for _ in range(2)]

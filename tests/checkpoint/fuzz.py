@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint.hf._read import INDEX, SINGLE
-from fzero.checkpoint.layout._manifest import MANIFEST
+from fzero.checkpoint.layout import MANIFEST
 from tests.checkpoint.states import Layout, same_bits, sharded
 
 WORK, HANG = 10.0, 60.0  # seconds of a processor that one case may take, and of the clock, on a busy machine

@@ -16,7 +16,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint import __main__ as command
 from fzero.checkpoint import _files
-from fzero.checkpoint.layout._manifest import MANIFEST
+from fzero.checkpoint.layout import MANIFEST
 from tests.checkpoint.helpers import memory_in
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.launch import world

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _tensor_bytes
-from fzero.checkpoint.layout._chunks import ChunkRange, runs
-from fzero.checkpoint.layout._local_tree import local_tree
+from fzero.checkpoint.layout import ChunkRange, local_tree, runs
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
 from tests.helpers import cases, examples
 

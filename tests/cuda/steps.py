@@ -13,7 +13,7 @@ import fzero
 from fzero import optim, tree
 from fzero.parallel import context, experts
 from fzero.parallel import tensor as tp
-from fzero.tuning.models._model_names import init, shape_of
+from fzero.tuning.models import init, shape_of
 from fzero.tuning.models._steps import _compute_loss, _ForwardOptions
 
 WIDTH = 64

@@ -20,7 +20,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _files, _save, _shared_memory
 from fzero.checkpoint._error import DamagedError
-from fzero.checkpoint.layout._manifest import PAGE_BYTES
+from fzero.checkpoint.layout import PAGE_BYTES
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for

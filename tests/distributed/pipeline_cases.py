@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _files
-from fzero.checkpoint.layout._manifest import PAGE_BYTES
+from fzero.checkpoint.layout import PAGE_BYTES
 from fzero.parallel import experts as moe
 from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits

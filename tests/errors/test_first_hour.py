@@ -92,6 +92,11 @@ ROWS: dict[str, Row] = {
         ValueError,
         r"no parameter has the name 'Bias'.*did you mean \"bias\"\?",
     ),
+    "a misspelt axis of a rule": (
+        lambda: split_step(tp.split({"w": -1}, axis="tpp")).init({"w": torch.ones(4, 4)}, OPT),
+        ValueError,
+        r"splits leaves over 'tpp', which is not an axis of Mesh.*did you mean \"tp\"\?",
+    ),
     "a misspelt name of experts": (
         lambda: split_step(experts.split("expert"), "ep").init({"experts": torch.ones(4, 4)}, OPT),
         ValueError,

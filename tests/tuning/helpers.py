@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from fzero import tuning
-from fzero.tuning.models._model_names import ModelShape
+from fzero.tuning.models import ModelShape
 
 positive = st.floats(1e6, 1e15)
 

@@ -16,7 +16,7 @@ import fzero
 from fzero.__main__ import main
 from fzero.tuning import ConfigurationTable
 from fzero.tuning._page import Case, page
-from fzero.tuning.models._model_names import PRESETS
+from fzero.tuning.models import PRESETS
 from tests.distributed.launch import python
 from tests.helpers import either
 from tests.tuning.helpers import TINY

@@ -9,8 +9,8 @@ import fzero
 from fzero import optim, tuning
 from fzero.tuning import Configuration
 from fzero.tuning._recipe import recipe
+from fzero.tuning.models import ModelStep
 from fzero.tuning.models._model_names import PRESETS, ModelShape, init, make_batch
-from fzero.tuning.models._steps import ModelStep
 from tests.tuning.helpers import TINY
 
 LENGTH = 16

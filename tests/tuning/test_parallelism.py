@@ -16,7 +16,7 @@ from fzero.tuning._page import Case, page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search_space import TuneOptions, make_search_space
-from fzero.tuning.models._model_names import PRESETS
+from fzero.tuning.models import PRESETS
 from fzero.tuning.models._steps import _matrices
 from fzero.tuning.search._extrapolation import depths_of
 from fzero.tuning.search._search import ConfigurationPlanner, _fullest_of

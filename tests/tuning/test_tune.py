@@ -17,7 +17,7 @@ import fzero
 from fzero.tuning import CPU, H100, Configuration, ConfigurationTable
 from fzero.tuning.machines._machine import _CONSTANTS
 from fzero.tuning.machines._named_machines import MACHINES
-from fzero.tuning.search._search import ConfigurationPlanner
+from fzero.tuning.search import ConfigurationPlanner
 from tests.helpers import cases, either, examples
 from tests.tuning.spaces import make_step, planned
 

@@ -62,7 +62,8 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
         axis: the name of the axis. On a mesh without an axis of this name, nothing is split.
 
     Returns:
-        A rule `(path, leaf) -> {axis: 0}`, or None for other leaves.
+        A rule `(path, leaf) -> {axis: 0}`, or None for other leaves. On a mesh with the axis `step.init` refuses a name
+        that no parameter has.
 
     Raises:
         TypeError: if `axis` is not a name.

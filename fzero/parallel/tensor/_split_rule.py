@@ -38,7 +38,8 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
         axis: the name of the axis. On a mesh without an axis of this name, nothing is split.
 
     Returns:
-        A rule `(path, leaf) -> {axis: dimension}`, or None for other leaves.
+        A rule `(path, leaf) -> {axis: dimension}`, or None for other leaves. On a mesh with the axis `step.init`
+        refuses a name that no parameter has, since a leaf that is not split makes wrong sums.
 
     Raises:
         TypeError: if `dims` is not a dict from names to dimensions, or `axis` is not a name.

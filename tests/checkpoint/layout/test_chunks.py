@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.checkpoint.layout._chunks import ChunkRange, full_chunk, rectangles, runs
+from fzero.checkpoint.layout import ChunkRange, full_chunk, rectangles, runs
 from tests.helpers import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

@@ -22,7 +22,7 @@ import pytest
 from fzero.tuning import H100, Configuration
 from fzero.tuning._row import TableRow
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun
-from fzero.tuning.models._model_names import PRESETS
+from fzero.tuning.models import PRESETS
 from tests.distributed.launch import world
 
 FIELDS = json.loads(pathlib.Path(__file__).with_name("fields.json").read_text())

@@ -9,7 +9,7 @@ from fzero.tuning import H100, Configuration, model_step
 from fzero.tuning._row import TableRow
 from fzero.tuning.exports import EXPORTS, PlannedRun, activation_bytes
 from fzero.tuning.exports._peaks import deepspeed_states, fsdp2_states, sizes_of
-from fzero.tuning.models._model_names import PRESETS
+from fzero.tuning.models import PRESETS
 
 GIB, MIB = 2**30, 2**20
 LLAMA = 8_030_261_248

@@ -15,11 +15,8 @@ from fzero import tuning
 from fzero.tuning import Configuration, ConfigurationTable, Skipped, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from fzero.tuning.command import run
-from fzero.tuning.models._axis_sizes import largest_sizes, powers_of_two, usable_sizes
-from fzero.tuning.models._bounds import Bounds
-from fzero.tuning.models._steps import ModelStep
-from fzero.tuning.search._best_first import Unplanned, search_by_bounds
-from fzero.tuning.search._search import ConfigurationPlanner
+from fzero.tuning.models import Bounds, ModelStep, largest_sizes, powers_of_two, usable_sizes
+from fzero.tuning.search import ConfigurationPlanner, Unplanned, search_by_bounds
 from tests.helpers import cases, examples
 from tests.tuning.helpers import TINY
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fzero.tuning import H100, Configuration, TableRow
 from fzero.tuning._row import PlanSummary, ScheduleCost
-from fzero.tuning.models._model_names import ModelShape
-from fzero.tuning.models._steps import ModelStep
+from fzero.tuning.models import ModelShape, ModelStep
 from fzero.tuning.search._extrapolation import extrapolate_line
 from fzero.tuning.search._search import _NEAR, ConfigurationPlanner, refine
 from tests.helpers import examples

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
-from fzero.tuning.search import _search
-from fzero.tuning.search._search import in_order, search_rows
+from fzero.tuning.search import _search, in_order, search_rows
 from tests.helpers import examples
 from tests.tuning.spaces import planned
 
