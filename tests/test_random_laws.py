@@ -6,9 +6,11 @@ from hypothesis import settings
 
 from tests.distributed.launch import python
 
+# derandomize: hypothesis sets it where it sees a machine of continuous integration, and the seed would not count
 LAW = """
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
+@settings(derandomize=False, database=None)
 @given(st.integers(0, 10**9))
 def test_a_law(n): print("drawn", n); assert n < LIMIT
 """
