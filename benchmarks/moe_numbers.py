@@ -73,7 +73,7 @@ def dense(config: MoeConfig) -> Numbers:
 def by_fzero(stage: int) -> Callable[..., Numbers]:
     def compute(config: MoeConfig, tokens: torch.Tensor) -> Numbers:
         mesh = systems.fzero_mesh(dist.get_world_size())
-        step = fzero.shard(train_step(config), stage=stage, mesh=mesh, split=moe.split("experts"))
+        step = fzero.shard(train_step(config), stage=stage, mesh=mesh, split=moe.split_rule("experts"))
         params = step.partition(config.params())
         _, (grads, norm) = fzero.jit(step, backend="fx")(params, mesh.local(tokens))
         return Numbers(by_path(step.gather(grads)), everyones(norm.item()))

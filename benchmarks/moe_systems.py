@@ -128,7 +128,7 @@ def fzero_system(stage: int, backend: str) -> System:
             updates, opt_state = opt.update(grads, opt_state, params)
             return optim.apply_updates(params, updates), opt_state, loss
 
-        step = fzero.shard(train_step, stage=stage, mesh=fzero_mesh(setup.mesh.size), split=moe.split("experts"))
+        step = fzero.shard(train_step, stage=stage, mesh=fzero_mesh(setup.mesh.size), split=moe.split_rule("experts"))
         state = [*step.init(config.params(), opt, donate=True)]
         run = fzero.jit(step, backend=backend)
 

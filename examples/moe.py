@@ -98,7 +98,7 @@ windows = text.long().unfold(0, CONTEXT + 1, CONTEXT)
 test, train = windows[:64], data.batches(windows[64:], mesh, global_batch=max(args.batch, mesh.size))
 rate = optim.warmup_cosine(1.5e-3, warmup_steps=args.steps // 10, total_steps=args.steps)
 opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate, b2=0.99, weight_decay=0.1))
-step: Any = fzero.shard(train_step, stage=args.stage, mesh=mesh, split=moe.split("experts", axis="ep"))
+step: Any = fzero.shard(train_step, stage=args.stage, mesh=mesh, split=moe.split_rule("experts", axis="ep"))
 evaluate = fzero.evaluate(step, lambda params, windows: forward(params, windows)[0])
 if args.plan:
     print(f"{args.experts // args.ep} of {args.experts} experts of each layer on a rank of {args.world or mesh.size}:")

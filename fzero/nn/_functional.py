@@ -72,7 +72,7 @@ def functional(
             boxes. Within `value_and_grad(loss_fn, gather=False)` each block then gathers only its own parameters, in
             both passes. A language model needs `use_cache=False`.
         tp: the layers that are split over an axis, as `fzero.parallel.tensor.layers(module)` lists them. Pass their
-            rule to `fzero.shard(split=tp.split)`. If the axis is not bound, `apply` runs the full module.
+            rule to `fzero.shard(split=layers.split)`. If the axis is not bound, `apply` runs the full module.
         context: the axis over which the tokens of sequences are split, such as "cp", for a model of transformers. Its
             attention then runs across the ranks, and `position_ids` are those of this rank's tokens. Documents are
             passed as `apply(.., documents=)`, in place of a mask.

@@ -211,7 +211,8 @@ def clip_by_expert(max_norm: Scalar, names: Sequence[str] = ("experts",)) -> Opt
 
     Args:
         max_norm: the largest 2-norm of an expert that passes unchanged.
-        names: parts of the paths of leaves that hold experts along dimension 0, as for `fzero.parallel.experts.split`.
+        names: parts of the paths of leaves that hold experts along dimension 0, as for
+            `fzero.parallel.experts.split_rule`.
 
     Returns:
         An optimizer without state.

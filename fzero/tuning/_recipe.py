@@ -38,8 +38,8 @@ def _policy_options(c: Configuration) -> str:
 def _rules(c: Configuration) -> list[str]:
     """List the rules that split leaves over "tp" and "ep"."""
     return [
-        *(["fzero.parallel.tensor.split(dims)"] if c.tp > 1 else []),
-        *(['fzero.parallel.experts.split("experts")'] if c.ep > 1 else []),
+        *(["fzero.parallel.tensor.split_rule(dims)"] if c.tp > 1 else []),
+        *(['fzero.parallel.experts.split_rule("experts")'] if c.ep > 1 else []),
     ]
 
 

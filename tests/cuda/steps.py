@@ -159,7 +159,7 @@ def language_model(ranks: int, name: str, length: int, depth: int | None = None,
     def batch() -> Any:
         return tuple([torch.zeros(1, length, dtype=torch.long) for _ in range(2)])
 
-    split = {"split": experts.split("experts", axis="ep")} if ep > 1 else {}
+    split = {"split": experts.split_rule("experts", axis="ep")} if ep > 1 else {}
     axes = {"dp": ranks // ep} | ({"ep": ep} if ep > 1 else {})
     step = train_step_of(loss_fn, opt, precision=policy, gather=False)
     return Task(axes, split, step, opt, params, batch)
@@ -186,7 +186,7 @@ def mixture(ranks: int, capacity: float | None, dtype: torch.dtype = torch.float
 
     return Task(
         {"dp": ranks // 2, "ep": 2},
-        {"split": experts.split("experts", axis="ep")},
+        {"split": experts.split_rule("experts", axis="ep")},
         train_step_of(loss_fn, opt),
         opt,
         lambda mesh: {"layers": [layer() for _ in range(2)], "out": torch.randn(WIDTH, 3)},

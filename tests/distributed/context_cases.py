@@ -46,7 +46,7 @@ def experts_over_an_axis_of_their_own_beside_split_sequences(_: fzero.ranks.Mesh
     is_joint = torch.distributed.get_world_size() < 4
     axes, axis = ({"dp": 1, "cp": 2}, "cp") if is_joint else ({"dp": -1, "cp": 2, "ep": 2}, "ep")
     train_step = train_step_for(expert_loss("ring", axis, "sequence"), OPT)
-    step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(**axes), split=moe.split("experts", axis=axis))
+    step = fzero.shard(train_step, stage=3, mesh=fzero.mesh(**axes), split=moe.split_rule("experts", axis=axis))
     assert_trains_as_whole(train_step, expert_params(), step, [batch_of(i, True) for i in range(2)])
 
 

@@ -22,7 +22,7 @@ def training_with_experts_is_dense_training(_: fzero.ranks.Mesh) -> None:
         expected = [(params_of(), OPT.init(params_of()), None)]
         for batch in batches:
             expected.append(train_step(*expected[-1][:2], batch))
-        step = fzero.shard(train_step, stage=stage, mesh=mesh, split=moe.split("experts"), check=True)
+        step = fzero.shard(train_step, stage=stage, mesh=mesh, split=moe.split_rule("experts"), check=True)
         for run_step in (step, fzero.jit(step, backend="fx", **LEAST)):
             state = step.init(params_of(), OPT)
             for i, batch in enumerate(batches):

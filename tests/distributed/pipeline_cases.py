@@ -117,7 +117,7 @@ def every_schedule_at_every_stage(world: fzero.ranks.Mesh) -> None:
 @slow
 def with_tensor_parallelism_and_with_experts(world: fzero.ranks.Mesh) -> None:
     """Collectives along other axes lie within the stages, and none of them leaves its region."""
-    for axes, rule, experts in (({"tp": 2}, split_model.TENSOR, 0), ({"ep": 2}, moe.split("experts"), 4)):
+    for axes, rule, experts in (({"tp": 2}, split_model.TENSOR, 0), ({"ep": 2}, moe.split_rule("experts"), 4)):
         mesh = fzero.mesh(dp=1, pp=-1, **axes)
         loss = fzero.pipeline(
             block=split_model.block, first=split_model.first, last=split_model.last, micro_batches=4, split=rule

@@ -64,7 +64,9 @@ def copies_that_are_used_as_one_value_are_refused(_: fzero.ranks.Mesh) -> None:
     def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return fzero.collectives.psum(torch.tanh(x @ p["up"]) @ p["down"], "tp").square().mean()
 
-    step = fzero.shard(train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=tp.split({"up": 1, "down": 0}))
+    step = fzero.shard(
+        train_step_for(loss, OPT), stage=2, mesh=mesh, axis="dp", split=tp.split_rule({"up": 1, "down": 0})
+    )
     state = step.init(params, OPT)
     for run_step in (step, fzero.jit(step, backend="fx", **LEAST)):
         try:

@@ -57,7 +57,7 @@ ROWS: dict[str, Row] = {
         r"over: the rule takes \(path\): expected a function \(path, leaf\)",
     ),
     "split of a path alone, among several": (
-        lambda: step_of(3, split=[experts.split("experts"), lambda path: None]),
+        lambda: step_of(3, split=[experts.split_rule("experts"), lambda path: None]),
         TypeError,
         r"split: the rule takes \(path\): expected a function \(path, leaf\)",
     ),
@@ -88,17 +88,19 @@ ROWS: dict[str, Row] = {
         r"positional arguments",
     ),
     "a misspelt name of a leaf that tp splits": (
-        lambda: split_step(tp.split({"w": -1, "Bias": 0})).init({"w": torch.ones(4, 4), "bias": torch.ones(4)}, OPT),
+        lambda: split_step(tp.split_rule({"w": -1, "Bias": 0})).init(
+            {"w": torch.ones(4, 4), "bias": torch.ones(4)}, OPT
+        ),
         ValueError,
         r"no parameter has the name 'Bias'.*did you mean \"bias\"\?",
     ),
     "a misspelt axis of a rule": (
-        lambda: split_step(tp.split({"w": -1}, axis="tpp")).init({"w": torch.ones(4, 4)}, OPT),
+        lambda: split_step(tp.split_rule({"w": -1}, axis="tpp")).init({"w": torch.ones(4, 4)}, OPT),
         ValueError,
         r"splits leaves over 'tpp', which is not an axis of Mesh.*did you mean \"tp\"\?",
     ),
     "a misspelt name of experts": (
-        lambda: split_step(experts.split("expert"), "ep").init({"experts": torch.ones(4, 4)}, OPT),
+        lambda: split_step(experts.split_rule("expert"), "ep").init({"experts": torch.ones(4, 4)}, OPT),
         ValueError,
         r"no parameter has the name 'expert'.*did you mean \"experts\"\?",
     ),
@@ -112,11 +114,11 @@ def test_a_mistake_of_the_first_hour_is_an_error_with_its_remedy(name):
 
 def test_a_name_for_an_axis_that_the_mesh_lacks_is_no_mistake():
     """So one rule serves meshes with and without the axis."""
-    step = fzero.shard(TRAIN_STEP, stage=3, mesh=MESH, split=tp.split({"up": -1}))
+    step = fzero.shard(TRAIN_STEP, stage=3, mesh=MESH, split=tp.split_rule({"up": -1}))
     step.init({"w": torch.ones(4, 4)}, OPT)
 
 
-@pytest.mark.parametrize(("split", "ranks"), [(None, 3), (tp.split({"w": -1}), 5)])
+@pytest.mark.parametrize(("split", "ranks"), [(None, 3), (tp.split_rule({"w": -1}), 5)])
 def test_an_axis_over_which_nothing_is_split_or_averaged_is_a_notice(split, ranks, caplog):
     step = fzero.shard(TRAIN_STEP, stage=3, mesh=fzero.mesh(dp=1, tp=ranks), axis="dp", split=split)
     step.init({"w": torch.ones(ranks, ranks)}, OPT)

@@ -14,7 +14,7 @@ import torch
 import fzero
 from fzero import optim, tree
 from fzero._format import format_bytes
-from fzero.parallel.experts import split
+from fzero.parallel.experts import split_rule
 from fzero.testing import assert_trees_close
 from tests.graph.helpers import assert_peak_is_the_allocators, entry_of, plan_of
 from tests.helpers import ALL_STAGES, LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -319,7 +319,7 @@ def test_a_plan_for_another_world_size_equals_that_of_such_a_mesh(stage):
 
     def of(ranks: int, asked: Any, **axes: int) -> fzero.graph.Plan:
         mesh = fzero.mesh(**axes)
-        step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split("experts"))
+        step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split_rule("experts"))
         batch = mesh.split(batch_of(2 * ranks))
         return fzero.plan(fzero.jit(step, backend="fx"), *step.init(params_of(), OPT), batch, world_size=asked)
 

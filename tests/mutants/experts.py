@@ -203,7 +203,7 @@ MUTANTS = [
             "_axis_of",
             becomes("A or B.func is not C", "not callable(B)"),
         ),
-        Fault("a parameter that all experts share is split", "split", dropped("len(A) == B")),
+        Fault("a parameter that all experts share is split", "split_rule", dropped("len(A) == B")),
         Fault(
             "an experts implementation that the user chose is replaced",
             "use_differentiable",

@@ -23,8 +23,8 @@ MUTANTS = [
         ),
         Fault("the gradient of scatter is not one value", "scatter", constant("own_part_invariant", "own_part")),
         Fault(
-            "the gradient of gather is summed over the ranks",
-            "gather",
+            "the gradient of all_gather is summed over the ranks",
+            "all_gather",
             constant("all_gather_invariant", "all_gather"),
             FUNCTIONS,
         ),

@@ -51,7 +51,7 @@ def test_clip_by_expert_on_any_mesh_equals_dense_training(mesh, stage, capacity,
     )
     train_step = train_step_for(loss_for(2, capacity), OPT)
     batches = [batch_of(12, seed=i) for i in range(2)]
-    options = {"meshes": [mesh], "split": moe.split("experts"), "units": units}
+    options = {"meshes": [mesh], "split": moe.split_rule("experts"), "units": units}
     assert_equivalent(train_step, params_of(), OPT, batches, (stage,), **options)
 
 

@@ -44,7 +44,7 @@ def loss_fn(config: Configuration) -> Any:
 
 
 def rules(config: Configuration) -> Any:
-    return tp.split({"up": -1, "down": 0}) if config.tp > 1 else None
+    return tp.split_rule({"up": -1, "down": 0}) if config.tp > 1 else None
 
 
 def make_step(config: Configuration) -> Any:

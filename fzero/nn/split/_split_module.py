@@ -34,7 +34,7 @@ from fzero.nn.split._shells import (
     StopForward,
 )
 from fzero.parallel.tensor import Layers, of_block, outside
-from fzero.parallel.tensor import gather as gather_tokens
+from fzero.parallel.tensor import all_gather as gather_tokens
 from fzero.parallel.tensor import scatter as scatter_tokens
 
 __all__ = ["DynamicIndex", "split_module"]

@@ -47,7 +47,7 @@ def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim:
                 [[2, 3, 4],
                  [4, 5, 6]]])
     """
-    dim = check_dim("context.halo", x, dim)
+    dim = check_dim("fzero.parallel.context.halo", x, dim)
     n = axis_size(axis_if_bound(axis))
     _check_sizes(x, before, after, dim, n)
     check_tokens_split(axis, x.shape[dim])
@@ -128,7 +128,7 @@ def neighbours(
         >>> [y.tolist() for y in context.neighbours(x, 1, documents=documents)]
         [[[0, 1, 0, 3]], [[1, 2, 3, 4]]]
     """
-    dim = check_dim("context.neighbours", x, dim)
+    dim = check_dim("fzero.parallel.context.neighbours", x, dim)
     if documents is not None:
         _check_documents(x, documents, dim)
     parts = halo(x, before, after, axis=axis, dim=dim)

@@ -183,7 +183,7 @@ def all_gather(x: torch.Tensor, axis: str = "cp", *, dim: int = 1) -> torch.Tens
         >>> mesh.spmd(lambda x: context.all_gather(2 * x))(own)
         tensor([[ 0,  2,  4,  6,  8, 10, 12, 14]])
     """
-    dim = check_dim("context.all_gather", x, dim)
+    dim = check_dim("fzero.parallel.context.all_gather", x, dim)
     check_tokens_split(axis, x.shape[dim])
     if not axis_if_bound(axis):
         return x

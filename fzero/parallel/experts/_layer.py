@@ -17,7 +17,7 @@ from fzero.parallel.experts._grouped import grouped_mm
 from fzero.parallel.experts._routing import Routing, check_floating, check_routing, describe
 from fzero.parallel.experts._sorted_rows import Order, sort_rows, unsort_rows
 
-__all__ = ["Linear", "check_axis", "check_parts", "grouped_linear", "layer", "split"]
+__all__ = ["Linear", "check_axis", "check_parts", "grouped_linear", "layer", "split_rule"]
 
 # The rule that splits experts over an axis, and a layer's checks of that rule.
 
@@ -41,8 +41,8 @@ class _ExpertSplit:
             return None
         if any(part.isdigit() for part in parts[matches[0] + 1 :]):
             raise ValueError(
-                f"leaf {path!r} belongs to one expert in a list, but fzero.parallel.experts.split splits leaves that "
-                "hold all experts along dimension 0: stack them, or name another part of the path"
+                f"leaf {path!r} belongs to one expert in a list, but fzero.parallel.experts.split_rule splits leaves "
+                "that hold all experts along dimension 0: stack them, or name another part of the path"
             )
         return {self.axis: 0}
 
@@ -53,7 +53,7 @@ class _ExpertSplit:
 
 
 @api_boundary
-def split(*names: str, axis: str = "ep") -> SplitRule:
+def split_rule(*names: str, axis: str = "ep") -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits experts over an axis, along dimension 0.
 
     Args:
@@ -71,7 +71,7 @@ def split(*names: str, axis: str = "ep") -> SplitRule:
 
     Example:
         >>> import fzero
-        >>> rule = split("experts")
+        >>> rule = split_rule("experts")
         >>> fzero.mesh(ep=2).spmd(
         ...     lambda: print(rule("mlp.experts.up", torch.ones(4, 2)), rule("mlp.router", torch.ones(2)))
         ... )()
@@ -99,7 +99,7 @@ def check_axis(axis: str) -> None:
     if split_axes and axis not in split_axes:
         raise ValueError(
             f"axis={axis!r}: tokens are sent along it, but the experts are split by "
-            f"fzero.parallel.experts.split(axis={split_axes[0]!r}): give both the same axis"
+            f"fzero.parallel.experts.split_rule(axis={split_axes[0]!r}): give both the same axis"
         )
     if axis not in data_axis_names:
         axes = tuple([name for name in axis_names() if name in (*data_axis_names, axis)])
@@ -136,7 +136,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
         raise ValueError(
             f"axis={axis!r}: all leaves of experts are equal on the {n} ranks along {axis!r}, but each rank must hold "
             f"its own of the {count} experts: split them over that axis, "
-            f"fzero.shard(split=fzero.parallel.experts.split('experts'))"
+            f"fzero.shard(split=fzero.parallel.experts.split_rule('experts'))"
         )
 
 
@@ -150,7 +150,7 @@ def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
     if size == count:
         raise ValueError(
             f"{label}: it is not split, and the {n} ranks along {axis!r} hold {count // n} experts each: "
-            f"fzero.shard(split=fzero.parallel.experts.split('experts', axis={axis!r})), where 'experts' is "
+            f"fzero.shard(split=fzero.parallel.experts.split_rule('experts', axis={axis!r})), where 'experts' is "
             f"part of the leaf's path"
         )
     bound = (

@@ -10,7 +10,7 @@ from fzero.axes import SplitRule, axis_if_bound, axis_size
 from fzero.parallel.experts._layer import check_axis, check_parts, grouped_linear
 from fzero.parallel.experts._sorted_rows import sort_rows, unsort_rows
 
-__all__ = ["register", "split"]
+__all__ = ["register", "split_rule"]
 
 _DEFAULT = "fzero, in place of grouped_mm"  # the registered name of the implementation that replaces the default
 
@@ -41,7 +41,7 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
         >>> model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fzero")  # doctest: +SKIP
         >>> apply, params, buffers = fzero.nn.functional(model)  # doctest: +SKIP
         >>> step = fzero.shard(
-        ...     train_step, stage=3, mesh=mesh, split=experts.transformers.split(model)
+        ...     train_step, stage=3, mesh=mesh, split=experts.transformers.split_rule(model)
         ... )  # doctest: +SKIP
     """
     try:
@@ -76,7 +76,7 @@ def _has_experts(module: Any) -> bool:
 
 
 @api_boundary
-def split(model: torch.nn.Module) -> SplitRule:
+def split_rule(model: torch.nn.Module) -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits a model's experts over the axis they were registered for.
 
     The rule splits the modules that run with the registered implementation. Experts with another implementation are
@@ -94,7 +94,7 @@ def split(model: torch.nn.Module) -> SplitRule:
 
     Example:
         >>> from fzero.parallel import experts
-        >>> experts.transformers.split(torch.nn.Linear(2, 2))
+        >>> experts.transformers.split_rule(torch.nn.Linear(2, 2))
         Traceback (most recent call last):
         ValueError: Linear has no experts that an implementation of transformers' registry serves
     """
@@ -159,8 +159,8 @@ def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
     if len(weight) * n != count:
         raise ValueError(
             f"{type(module).__name__} has {len(weight)} of {count} experts on each of the {n} ranks along {axis!r}: "
-            "set fzero.shard(split=fzero.parallel.experts.transformers.split(model)), and choose an axis whose size "
-            "divides the number of experts"
+            "set fzero.shard(split=fzero.parallel.experts.transformers.split_rule(model)), and choose an axis whose "
+            "size divides the number of experts"
         )
     check_parts([weight], count, axis)
     return count

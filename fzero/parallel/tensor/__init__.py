@@ -1,6 +1,7 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
 from fzero.parallel.tensor._functions import (
+    all_gather,
     along,
     check_loss_options,
     check_part,
@@ -8,7 +9,6 @@ from fzero.parallel.tensor._functions import (
     cross_entropy,
     embed,
     enter,
-    gather,
     leave,
     logits_of,
     loss_of_sums,
@@ -17,23 +17,23 @@ from fzero.parallel.tensor._functions import (
 )
 from fzero.parallel.tensor._install import install
 from fzero.parallel.tensor._layers import Layers, layers, of_block, outside
-from fzero.parallel.tensor._split_rule import split
+from fzero.parallel.tensor._split_rule import split_rule
 from fzero.parallel.tensor._styles import divided, packed
 
 __all__ = [
     "Layers",
+    "all_gather",
     "column",
     "cross_entropy",
     "divided",
     "embed",
     "enter",
-    "gather",
     "layers",
     "leave",
     "packed",
     "row",
     "scatter",
-    "split",
+    "split_rule",
 ]
 
 # For other packages of fzero only. They may change in any release.

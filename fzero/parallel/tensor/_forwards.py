@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero.axes import axis_if_bound, axis_index, axis_size
-from fzero.parallel.tensor._functions import enter, gather, leave, own_rows, scatter
+from fzero.parallel.tensor._functions import all_gather, enter, leave, own_rows, scatter
 from fzero.parallel.tensor._regions import Region, override_parameters
 from fzero.parallel.tensor._styles import (
     ColumnParallel,
@@ -75,7 +75,7 @@ class Layer:
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)
         y = self.linear(x, w.mT if self.param_splits["weight"].dim else w, b)
-        return gather(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
+        return all_gather(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()

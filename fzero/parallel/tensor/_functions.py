@@ -18,6 +18,7 @@ from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size
 from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
 
 __all__ = [
+    "all_gather",
     "along",
     "check_loss_options",
     "check_part",
@@ -25,7 +26,6 @@ __all__ = [
     "cross_entropy",
     "embed",
     "enter",
-    "gather",
     "leave",
     "logits_of",
     "loss_of_sums",
@@ -148,14 +148,14 @@ def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch
     return along("own_part_invariant", x, axis, dim)
 
 
-def gather(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
+def all_gather(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `scatter`.
 
     The transpose is `scatter`, which communicates nothing.
 
     Args:
         x: this rank's part.
-        axis: the name of the axis. If no axis of this name is bound, `gather` is the identity.
+        axis: the name of the axis. If no axis of this name is bound, `all_gather` is the identity.
         dim: the dimension of size k; by default the last but one, that of the tokens.
 
     Raises:
@@ -164,14 +164,14 @@ def gather(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.
     Example:
         >>> import fzero
         >>> from fzero.parallel import tensor as tp
-        >>> fzero.mesh(tp=2).spmd(lambda x: tp.gather(tp.scatter(x, dim=0), dim=0))(torch.arange(4))
+        >>> fzero.mesh(tp=2).spmd(lambda x: tp.all_gather(tp.scatter(x, dim=0), dim=0))(torch.arange(4))
         tensor([0, 1, 2, 3])
     """
     return along("all_gather_invariant", x, axis, dim)
 
 
 def _check_length(x: torch.Tensor, axis: str, dim: int) -> None:
-    dim, n = check_dim("tp.scatter", x, dim), axis_size(axis_if_bound(axis))
+    dim, n = check_dim("fzero.parallel.tensor.scatter", x, dim), axis_size(axis_if_bound(axis))
     if x.shape[dim] % n:
         raise ValueError(
             f"dimension {dim} of a tensor {list(x.shape)} is split into {n} equal parts along {axis!r}, but "
@@ -193,7 +193,7 @@ def column(
 ) -> torch.Tensor:
     """Multiply by a matrix that is split by columns: each rank returns its own columns of `x @ w + b`.
 
-    Split `w` and `b` along their last dimension, or along the heads of attention: `tp.split({"qkv": 2})` for
+    Split `w` and `b` along their last dimension, or along the heads of attention: `tp.split_rule({"qkv": 2})` for
     `[d, 3, heads, head width]`. If the axis is not bound, the result is the full product.
 
     Args:
@@ -216,7 +216,7 @@ def column(
         >>> tp.column(torch.ones(2, 3), torch.ones(3, 4)).shape
         torch.Size([2, 4])
     """
-    check_part("tp.column", w, axis)
+    check_part("fzero.parallel.tensor.column", w, axis)
     y = _product(enter(x, axis, sequence=sequence), w, 1, b)
     return along("all_gather_invariant", y, axis, -1) if gather else y
 
@@ -248,7 +248,7 @@ def row(
         >>> tp.row(torch.tanh(tp.column(x, up)), down).shape
         torch.Size([2, 3])
     """
-    check_part("tp.row", w, axis)
+    check_part("fzero.parallel.tensor.row", w, axis)
     y = leave(_product(x, w, w.ndim - 1, None), axis, sequence=sequence)
     if b is None:
         return y
@@ -291,7 +291,7 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequen
     """
     if not axis_if_bound(axis):
         return F.embedding(tokens, table)
-    check_part("tp.embed", table, axis)
+    check_part("fzero.parallel.tensor.embed", table, axis)
     local, is_local, fill = own_rows(tokens, table, axis)
     return leave(torch.where(is_local, F.embedding(local, table), fill), axis, sequence=sequence)
 
@@ -321,7 +321,8 @@ def check_part(name: str, w: torch.Tensor, axis: str) -> None:
     if n > 1 and not may_differ(w, bound_axis(axis).token):
         raise ValueError(
             f"{name}: the weight {list(w.shape)} is equal on the {n} ranks along {axis!r}, but each must hold its "
-            f"own part: split it, fzero.shard(split=fzero.parallel.tensor.split({{name: dimension}}, axis={axis!r}))"
+            "own part: split it, "
+            f"fzero.shard(split=fzero.parallel.tensor.split_rule({{name: dimension}}, axis={axis!r}))"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.parallel.tensor._functions import enter, gather, scatter
+from fzero.parallel.tensor._functions import all_gather, enter, scatter
 from fzero.parallel.tensor._layers import Layers
 from fzero.parallel.tensor._styles import ColumnParallel, ReplicatedParams, RowParallel
 
@@ -40,7 +40,7 @@ class SequenceBlock:
         if self.is_first:
             args, kwargs = _map_input(self.name, args, kwargs, lambda x: scatter(x, self.axis))
         out = self.run(*args, **kwargs)
-        return _map_output(self.name, out, lambda x: gather(x, self.axis)) if self.is_last else out
+        return _map_output(self.name, out, lambda x: all_gather(x, self.axis)) if self.is_last else out
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SequenceChild:
         if not self.is_full:
             args, kwargs = _map_input(self.name, args, kwargs, lambda x: enter(x, self.axis, sequence=True))
             return self.run(*args, **kwargs)
-        args, kwargs = _map_input(self.name, args, kwargs, lambda x: gather(x, self.axis))
+        args, kwargs = _map_input(self.name, args, kwargs, lambda x: all_gather(x, self.axis))
         return _map_output(self.name, self.run(*args, **kwargs), lambda x: scatter(x, self.axis))
 
 

@@ -9,7 +9,7 @@ import torch
 from fzero._arguments import is_int
 from fzero.axes import SplitRule, axis_if_bound
 
-__all__ = ["T", "match_suffix", "split"]
+__all__ = ["T", "match_suffix", "split_rule"]
 
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class _SplitByName:
         return [name for name, _ in self.dims if not any(match_suffix(path, {name: True}) for path in paths)]
 
 
-def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
+def split_rule(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits leaves over an axis by their names.
 
     Args:
@@ -47,7 +47,7 @@ def split(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     Example:
         >>> import fzero
         >>> from fzero.parallel import tensor as tp
-        >>> rule = tp.split({"tokens": 0, "up": -1, "down": 0})
+        >>> rule = tp.split_rule({"tokens": 0, "up": -1, "down": 0})
         >>> fzero.mesh(tp=2).spmd(lambda: [rule(path, torch.ones(4, 4)) for path in ("h.0.up", "h.0.norm")])()
         [{'tp': -1}, None]
     """

@@ -75,7 +75,8 @@ def _style(name: str, style: Any) -> Style | None:
     if not isinstance(style, str) or style not in NAMED:
         raise ValueError(
             f"layer {name!r} has the style {style!r}, which fzero.parallel.tensor does not know: expected one of "
-            f"{', '.join(NAMED)}, tp.packed or tp.divided; None leaves the layer replicated"
+            f"{', '.join(NAMED)}, fzero.parallel.tensor.packed or fzero.parallel.tensor.divided; "
+            "None leaves the layer replicated"
         )
     return NAMED[style]
 

@@ -118,7 +118,7 @@ def _head_loss(
     if options.chunked:
         weight, bias = _head(shape, params)
         axis = "tp" if axis_size(axis_if_bound("tp")) > 1 else None
-        return linear_cross_entropy(tp.gather(x) if options.sequence else x, weight, batch[1], bias, axis=axis)
+        return linear_cross_entropy(tp.all_gather(x) if options.sequence else x, weight, batch[1], bias, axis=axis)
     x = tp.enter(x, sequence=options.sequence)
     logits = x @ gather(params["tokens"]).T if shape.tied else _linear(gather(params["head"]), x)
     logits = (logits + gather(params["bias"]) if "bias" in params else logits).flatten(0, -2).float()
@@ -189,7 +189,7 @@ _CAPACITY = 1.25  # positions at an expert, relative to even routing
 
 def _moe(shape: ModelShape, options: _ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Send tokens to their experts. A rank along "tp" holds part of each expert, and routes all tokens."""
-    x = tp.gather(x) if options.sequence else x
+    x = tp.all_gather(x) if options.sequence else x
     routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
     y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=_CAPACITY)
@@ -438,8 +438,8 @@ def _split_dims(shape: ModelShape, depth: int) -> dict[str, int]:
 
 def _rules(shape: ModelShape, config: Configuration, depth: int) -> tuple[Callable[..., Any], ...] | None:
     """Return the rules that split leaves over axes other than those of ZeRO; None if there are none."""
-    rules = [tp.split(_split_dims(shape, depth))] if config.tp > 1 else []
-    rules += [moe.split("experts")] if config.ep > 1 else []
+    rules = [tp.split_rule(_split_dims(shape, depth))] if config.tp > 1 else []
+    rules += [moe.split_rule("experts")] if config.ep > 1 else []
     return tuple(rules) or None
 
 

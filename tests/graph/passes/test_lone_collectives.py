@@ -10,7 +10,7 @@ from fzero.graph.ir import aten, is_collective
 from fzero.graph.ir._storages import storages
 from fzero.graph.passes import drop_lone_collectives
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
-from fzero.parallel.experts import split
+from fzero.parallel.experts import split_rule
 from tests.graph.graphs import Builder, bits, run
 from tests.helpers import ALL_STAGES, cases, train_step_for
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
@@ -61,7 +61,7 @@ def test_a_plan_over_one_rank_has_no_collectives(stage):
 @pytest.mark.parametrize("stage", cases((3,), [0]))
 def test_experts_that_no_other_rank_has_are_not_sent(stage):
     mesh = fzero.mesh(dp=1, ep=2)
-    step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split("experts"))
+    step = fzero.shard(train_step_for(loss_for(), OPT), stage=stage, mesh=mesh, split=split_rule("experts"))
     args = (*step.init(params_of(), OPT), mesh.split(batch_of(4)))
     over = Counter(c.axis for c in fzero.plan(fzero.jit(step, recompute=False), *args).collectives)
     assert over["dp"] == 0 and over["ep"] and over["dp,ep"]

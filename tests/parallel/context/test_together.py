@@ -41,7 +41,7 @@ def test_experts_may_lie_along_their_own_axis_or_that_of_tokens(axes, method, ov
     sizes, axis = axes
     mesh = fzero.mesh(**sizes, simulate=simulate)
     train_step = train_step_for(expert_loss(method, axis, over), OPT)
-    step = fzero.shard(train_step, stage=stage, mesh=mesh, split=moe.split("experts", axis=axis))
+    step = fzero.shard(train_step, stage=stage, mesh=mesh, split=moe.split_rule("experts", axis=axis))
     assert_trains_as_whole(train_step, expert_params(), step, [batch_of(i, True) for i in range(2)])
 
 

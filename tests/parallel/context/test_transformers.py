@@ -188,7 +188,7 @@ def test_tensor_parallel_layers_attend_across_ranks_of_tokens(name, axes, sequen
         options |= dict.fromkeys(["*.experts", "*.experts.gate_up_proj", "*.experts.down_proj"])
         axes = axes | {"ep": 2}
     layers = tp.layers(model, options, sequence=sequence)
-    rules = [layers.split, *([moe.transformers.split(model)] if "ep" in axes else [])]
+    rules = [layers.split, *([moe.transformers.split_rule(model)] if "ep" in axes else [])]
     apply, split_params, _ = fzero.nn.functional(model, tp=layers, context="cp")
 
     def loss_fn(params: Any, batch: Any) -> Any:

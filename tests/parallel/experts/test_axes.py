@@ -21,13 +21,13 @@ def train(split: Any, capacity: float | None = 1.0, axis: Any = None, **options:
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_experts_that_are_split_over_another_axis_are_refused(capacity, simulate):
     """Both axes have two ranks, so that all shapes fit, and ranks along ep would have the same experts."""
-    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split\(axis='dp'\).* give both the same axis"):
-        train(moe.split("experts", axis="dp"), capacity, simulate=simulate)
+    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split_rule\(axis='dp'\).* give both the same axis"):
+        train(moe.split_rule("experts", axis="dp"), capacity, simulate=simulate)
 
 
 def test_a_list_of_rules_that_splits_experts_over_another_axis_is_refused():
-    rules = [moe.split("experts", axis="dp"), lambda path, leaf: None]
-    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split\(axis='dp'\).* give both the same axis"):
+    rules = [moe.split_rule("experts", axis="dp"), lambda path, leaf: None]
+    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split_rule\(axis='dp'\).* give both the same axis"):
         train(rules, None)
 
 
@@ -42,7 +42,7 @@ def test_a_hand_written_rule_that_splits_experts_over_another_axis_is_refused():
 def test_an_expert_axis_outside_of_the_axes_of_the_data_is_refused(capacity, simulate):
     """Ranks along ep would send the same tokens, and an expert's gradient would be twice what it is."""
     with pytest.raises(ValueError, match=r"axis='ep': .*data .*\('dp',\).* set fzero.shard\(axis=\('dp', 'ep'\)\)"):
-        train(moe.split("experts"), capacity, axis="dp", simulate=simulate)
+        train(moe.split_rule("experts"), capacity, axis="dp", simulate=simulate)
 
 
 def test_experts_made_within_the_program_pass():

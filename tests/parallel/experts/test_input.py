@@ -114,12 +114,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"load is 0.5: expected a tensor",
     ),
     "names with a dot": (
-        lambda: moe.split("layer.experts"),
+        lambda: moe.split_rule("layer.experts"),
         ValueError,
         r"names=\('layer.experts',\): expected parts of the paths .* without a dot",
     ),
     "a rule of no axis": (
-        lambda: moe.split("experts", axis=None),  # pyright: ignore
+        lambda: moe.split_rule("experts", axis=None),  # pyright: ignore
         TypeError,
         r"axis=None: expected the name of the axis",
     ),
@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "experts that are not split": (
         lambda: train(None, ep=2),
         ValueError,
-        r"experts leaf '\w+' has the shape \[4, .*it is not split, .*fzero.parallel.experts.split\('experts', "
+        r"experts leaf '\w+' has the shape \[4, .*it is not split, .*fzero.parallel.experts.split_rule\('experts', "
         r"axis='ep'\)",
     ),
     "experts that are not gathered": (
@@ -197,11 +197,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"experts leaf '\w+' has the shape \[3.*expected 4 experts along dimension 0",
     ),
     "experts in a list": (
-        on_ranks(lambda: moe.split("experts")("experts.0.up", P["up"]), ep=2),
+        on_ranks(lambda: moe.split_rule("experts")("experts.0.up", P["up"]), ep=2),
         ValueError,
         r"leaf 'experts.0.up' belongs to one expert in a list, .*: stack them",
     ),
-    "no name": (lambda: moe.split(), ValueError, r"names=\(\): expected parts of the paths"),
+    "no name": (lambda: moe.split_rule(), ValueError, r"names=\(\): expected parts of the paths"),
     "an axis that is not a name": (
         lambda: moe.layer(ffn, P, X, R, axis=("dp", "ep")),  # pyright: ignore
         TypeError,
@@ -285,12 +285,12 @@ def test_wrong_arguments_of_moe_functions_are_refused(name):
 
 def test_shard_refuses_experts_that_the_axis_does_not_divide():
     with pytest.raises(ValueError, match=r"layer\.experts\.\w+.*4.*3"):
-        train(moe.split("experts"), ep=3)
+        train(moe.split_rule("experts"), ep=3)
 
 
 def test_a_split_rule_of_an_unknown_axis_splits_nothing():
-    assert moe.split("experts")("experts.up", P["up"]) is None
+    assert moe.split_rule("experts")("experts.up", P["up"]) is None
     rules = fzero.mesh(ep=2).spmd(
-        lambda: [moe.split("a", "b")(p, P["up"]) for p in ("x.a.w", "b", "shared_a.w", "c")]
+        lambda: [moe.split_rule("a", "b")(p, P["up"]) for p in ("x.a.w", "b", "shared_a.w", "c")]
     )()
     assert rules == [{"ep": 0}, {"ep": 0}, None, None]

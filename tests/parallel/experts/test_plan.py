@@ -36,7 +36,7 @@ def loss_of(capacity: float | None) -> Any:
 def test_exchanges_are_called_by_their_layer(stage, k, capacity):
     ends, blocks = params_of(), [params_of(seed=i)["layer"] for i in range(3)]
     mesh, train_step = fzero.mesh(dp=2, ep=2), train_step_for(loss_of(capacity), OPT, micro_batches=k)
-    step = fzero.shard(train_step, stage, mesh, split=moe.split("experts"))
+    step = fzero.shard(train_step, stage, mesh, split=moe.split_rule("experts"))
     state = step.init({"inp": ends["inp"], "blocks": blocks, "head": ends["head"]}, OPT)
     plan = fzero.plan(fzero.jit(step, backend="fx", **LEAST), *state, mesh.split(batch_of(24)))
     messages = [c for c in plan.collectives if c.kind == "all_to_all"]

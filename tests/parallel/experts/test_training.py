@@ -15,7 +15,7 @@ from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import LEAST, cases, either, examples, train_step_for
 from tests.parallel.experts.model import OPT, batch_of, loss_for, params_of
 
-SPLIT = moe.split("experts")
+SPLIT = moe.split_rule("experts")
 MESHES = st.sampled_from(
     [
         fzero.mesh(dp=2),

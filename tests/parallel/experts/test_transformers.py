@@ -67,7 +67,7 @@ def test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name):
         *state, loss = train_step(*state, batch)
         losses.append(loss)
     train_step, params = step_and_params(name, "fzero")
-    rtol, rule = RTOL.get(name, 1e-12), moe.transformers.split(model_of(name, "fzero"))
+    rtol, rule = RTOL.get(name, 1e-12), moe.transformers.split_rule(model_of(name, "fzero"))
     for mesh, stage in ((fzero.mesh(ep=2), 3), (fzero.mesh(dp=2, ep=2, simulate="lockstep"), 2)):
         step = fzero.shard(train_step, stage=stage, mesh=mesh, split=rule)
         mine = step.init(params, OPT)
@@ -89,7 +89,9 @@ def test_experts_that_are_not_split_are_refused():
     train_step, params = step_and_params("qwen3_moe", "fzero")
     mesh = fzero.mesh(ep=2)
     step = fzero.shard(train_step, stage=0, mesh=mesh)
-    with pytest.raises(ValueError, match=r"Qwen3MoeExperts has 4 of 4 experts .*experts.transformers.split\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"Qwen3MoeExperts has 4 of 4 experts .*experts.transformers.split_rule\(model\)"
+    ):
         step(*step.init(params, OPT), mesh.split(batches()[0]))
 
 
@@ -97,9 +99,9 @@ def test_experts_that_are_not_split_are_refused():
 def test_experts_that_are_split_over_another_axis_are_refused(by_name):
     moe.transformers.register()
     train_step, params = step_and_params("qwen3_moe", "fzero")
-    mesh, rule = fzero.mesh(dp=2, ep=2), moe.split("experts", axis="dp")
+    mesh, rule = fzero.mesh(dp=2, ep=2), moe.split_rule("experts", axis="dp")
     step = fzero.shard(train_step, stage=0, mesh=mesh, split=rule if by_name else lambda *leaf: rule(*leaf))
-    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split\("):
+    with pytest.raises(ValueError, match=r"axis='ep': .*experts.split_rule\("):
         step(*step.init(params, OPT), mesh.split(batches()[0]))
 
 
@@ -107,16 +109,16 @@ def test_the_split_rule_refuses_experts_of_another_implementation():
     """By name alone, llama4's experts would be split too, and compute something else without a word."""
     moe.transformers.register()
     with pytest.raises(ValueError, match=r"experts 'model.layers.0.mlp.experts' run by 'batched_mm', .*register\(\)"):
-        moe.transformers.split(model_of("qwen3_moe", "batched_mm"))
+        moe.transformers.split_rule(model_of("qwen3_moe", "batched_mm"))
     module = model_of("qwen3_moe", "fzero").model.layers[0].mlp.experts
     module.shared = torch.nn.Parameter(torch.ones(9))  # such as a norm, which all experts use
-    rule, leaf = moe.transformers.split(module), torch.ones(4)
+    rule, leaf = moe.transformers.split_rule(module), torch.ones(4)
     assert rule("down_proj", leaf) is None  # no axis of that name
     paths = ["down_proj", "any.where.down_proj", "other_down_proj", "shared"]
     assert fzero.mesh(ep=2).spmd(lambda: [rule(p, leaf) for p in paths])() == [{"ep": 0}, {"ep": 0}, None, None]
     llama = pretrained(AutoModelForCausalLM, "llama4_text", **{**CAUSAL, **EXPERTS, "head_dim": 8})("eager")
     with pytest.raises(ValueError, match="Llama4ForCausalLM has no experts that an implementation of transformers'"):
-        moe.transformers.split(llama)
+        moe.transformers.split_rule(llama)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.parallel.pipeline.model import OPT, step_of
 VOCABULARY, WIDTH = 8, 4
 
 
-TENSOR = tp.split({"tokens": 0, "head": -1, "up": -1, "bias": -1, "down": 0})
+TENSOR = tp.split_rule({"tokens": 0, "head": -1, "up": -1, "bias": -1, "down": 0})
 
 
 def params_of(depth: int, experts: int = 0) -> dict[str, Any]:

@@ -57,14 +57,16 @@ def test_a_mean_over_tp_is_refused_with_the_axes_to_name():
 @pytest.mark.parametrize("stage", cases([2], [0, 3]))
 def test_a_pipeline_of_experts_equals_unsharded_training(stage):
     """Their balance loss travels with the tokens, and is added at the end."""
-    loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=moe.split("experts"))
+    loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=moe.split_rule("experts"))
     check(fzero.mesh(ep=2, pp=2, simulate="lockstep"), stage, loss, params_of(4, experts=4))
     check(fzero.mesh(dp=2, ep=2, pp=2), stage, loss, params_of(2, experts=4), steps=1)
 
 
 @pytest.mark.slow
 def test_a_pipeline_of_experts_with_tensor_parallelism_equals_unsharded_training():
-    loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=(TENSOR, moe.split("experts")))
+    loss = fzero.pipeline(
+        block=block, first=first, last=last, micro_batches=2, split=(TENSOR, moe.split_rule("experts"))
+    )
     check(fzero.mesh(ep=2, pp=2, tp=2, simulate="lockstep"), 3, loss, params_of(2, experts=4))
 
 

@@ -16,8 +16,8 @@ DIMS = {
     **{"tokens": 0, "head": -1, "qkv": 2, "qkv_bias": 1, "out": 0},
     **{"up": -1, "up_bias": 0, "down": 0},
 }
-SPLIT = tp.split(DIMS)
-TIED = tp.split({name: dim for name, dim in DIMS.items() if name != "head"})
+SPLIT = tp.split_rule(DIMS)
+TIED = tp.split_rule({name: dim for name, dim in DIMS.items() if name != "head"})
 
 
 def params_of(tied: bool = False, seed: int = 0) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_numbers_outside_the_vocabulary_are_not_trained_on(wrong, simulate):
 @given(st.sampled_from([1, 2, 3]), SIMULATIONS, st.sampled_from([0, 1, -1, -2]))
 def test_join_after_cut_is_the_identity_and_they_are_transposes(n, simulate, dim):
     mesh, x, y = fzero.mesh(tp=n, simulate=simulate), normal(6, 6, 6), normal(6, 6, 6, seed=1)
-    torch.testing.assert_close(mesh.spmd(lambda x: tp.gather(tp.scatter(x, dim=dim), dim=dim))(x), x)
+    torch.testing.assert_close(mesh.spmd(lambda x: tp.all_gather(tp.scatter(x, dim=dim), dim=dim))(x), x)
 
     def pulled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.func.vjp(lambda x: tp.scatter(x, dim=dim), x)[1](tp.scatter(y, dim=dim))[0]
@@ -103,25 +103,27 @@ def test_join_after_cut_is_the_identity_and_they_are_transposes(n, simulate, dim
     torch.testing.assert_close(mesh.spmd(pulled)(x, y), y)  # all parts of the gradient, joined
 
     def pulled_back(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return tp.gather(torch.func.vjp(lambda x: tp.gather(x, dim=dim), tp.scatter(x, dim=dim))[1](y)[0], dim=dim)
+        return tp.all_gather(
+            torch.func.vjp(lambda x: tp.all_gather(x, dim=dim), tp.scatter(x, dim=dim))[1](y)[0], dim=dim
+        )
 
     torch.testing.assert_close(mesh.spmd(pulled_back)(x, y), y)
 
 
 def test_without_its_axis_tensor_parallel_functions_are_the_plain_ones():
     x, w = normal(2, 4), normal(4, 4)
-    assert all(f(x) is x or torch.equal(f(x), x) for f in (tp.enter, tp.leave, tp.scatter, tp.gather))
+    assert all(f(x) is x or torch.equal(f(x), x) for f in (tp.enter, tp.leave, tp.scatter, tp.all_gather))
     torch.testing.assert_close(tp.row(tp.column(x, w, axis="model"), w), x @ w @ w)
     torch.testing.assert_close(fzero.mesh(dp=2).spmd(lambda x: tp.column(x, w))(x), x @ w)
     with pytest.raises(IndexError):
         tp.embed(torch.tensor([4]), w)
-    assert tp.split({"w": 0})("w", w) is None
+    assert tp.split_rule({"w": 0})("w", w) is None
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_functions_take_an_axis_of_any_name(sequence):
     params, batch = params_of(), batch_of()
-    rule, loss = tp.split(DIMS, "m"), loss_for(sequence, axis="m")
+    rule, loss = tp.split_rule(DIMS, "m"), loss_for(sequence, axis="m")
 
     def program(params: Any) -> torch.Tensor:
         return fzero.value_and_grad(loss, axis=())(fzero.partition(params, (), split=rule), batch)[0]
@@ -131,7 +133,7 @@ def test_tensor_parallel_functions_take_an_axis_of_any_name(sequence):
 
 
 def test_the_split_rule_with_the_longest_matching_name_counts():
-    rule = tp.split({"w": 0, "up.w": -1, "mlp.up.w": 1}, axis="tp")
+    rule = tp.split_rule({"w": 0, "up.w": -1, "mlp.up.w": 1}, axis="tp")
     result = fzero.mesh(tp=2).spmd(
         lambda: [rule(p, torch.ones(2, 2)) for p in ("a.w", "0.up.w", "b.mlp.up.w", "up", "w")]
     )()
@@ -146,7 +148,7 @@ WORD: Any = "column"
 def test_a_step_that_averages_over_the_tensor_parallel_axis_is_refused(simulate, sequence):
     """Its ranks have one batch, and gradients of parts would be divided by their number, and summed over none."""
     mesh, opt = fzero.mesh(tp=2, simulate=simulate), optim.sgd(0.1)
-    step = fzero.shard(train_step_for(loss_for(sequence), opt), stage=0, mesh=mesh, split=tp.split(DIMS))
+    step = fzero.shard(train_step_for(loss_for(sequence), opt), stage=0, mesh=mesh, split=tp.split_rule(DIMS))
     with pytest.raises(
         ValueError,
         match=r"step averages over it, .*: name only .*, axis='dp' of fzero.mesh\(dp=1, tp=2\)",
@@ -155,9 +157,9 @@ def test_a_step_that_averages_over_the_tensor_parallel_axis_is_refused(simulate,
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "names": (lambda: tp.split([WORD]), TypeError, r"dims=\['column'\]: expected a dict from names of leaves"),
-    "dimensions": (lambda: tp.split({"up": WORD}), TypeError, "'up': 'column', expected a name"),
-    "axis": (lambda: tp.split({}, axis=("tp",)), TypeError, "expected the name of the axis"),
+    "names": (lambda: tp.split_rule([WORD]), TypeError, r"dims=\['column'\]: expected a dict from names of leaves"),
+    "dimensions": (lambda: tp.split_rule({"up": WORD}), TypeError, "'up': 'column', expected a name"),
+    "axis": (lambda: tp.split_rule({}, axis=("tp",)), TypeError, "expected the name of the axis"),
     "reduction": (lambda: tp.cross_entropy(ROWS, FIRST, reduction=WORD), ValueError, "reduction='column'"),
     "smoothing": (
         lambda: tp.cross_entropy(ROWS, FIRST, label_smoothing=2),
@@ -168,12 +170,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a whole matrix": (
         lambda: fzero.mesh(tp=2).spmd(lambda x: PerRank(tp.column(x, MATRIX)))(ROWS),
         ValueError,
-        r"tp.column: the weight \[3, 4\] is equal on the 2 ranks along 'tp'",
+        r"fzero.parallel.tensor.column: the weight \[3, 4\] is equal on the 2 ranks along 'tp'",
     ),
     "a whole table": (
         lambda: fzero.mesh(tp=2).spmd(lambda x: tp.embed(x, MATRIX))(FIRST),
         ValueError,
-        "tp.embed: the weight",
+        "fzero.parallel.tensor.embed: the weight",
     ),
     "an odd sequence": (
         lambda: fzero.mesh(tp=2).spmd(lambda x: PerRank(tp.leave(x, sequence=True)))(PerRank(normal(2, 3, 4))),

@@ -113,7 +113,7 @@ def test_mixtral_trains_with_experts_over_another_axis(experts_split, sequence):
     dense, model = (model_of("mixtral", experts=experts) for experts in ("batched_mm", "fzero"))
     left_out = dict.fromkeys(["*.experts", "*.experts.gate_up_proj", "*.experts.down_proj"])
     layers = tp.layers(model, None if experts_split else left_out, sequence=sequence)
-    rules = [moe.transformers.split(model)]
+    rules = [moe.transformers.split_rule(model)]
     for mesh, stage in ((fzero.mesh(dp=1, ep=2, tp=2), 3), (fzero.mesh(ep=2, tp=2, simulate="lockstep"), 2)):
         params = check(model, layers, mesh, stage, FLOAT32 if experts_split else 1e-12, dense=dense, rules=rules)
         experts = {name for name in params if ".experts." in name}

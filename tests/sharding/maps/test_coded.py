@@ -248,7 +248,7 @@ def test_parts_along_another_axis_are_summed_by_codes_at_every_stage(simulate):
             step_of(OPT, loss, precision=precision, reduce="sum"),
             stage,
             mesh,
-            split=experts.split("experts", axis="ep"),
+            split=experts.split_rule("experts", axis="ep"),
         )
         state = step.init(params, OPT)
         *state, _ = step(*state, mesh.split(batch))

@@ -128,7 +128,7 @@ def test_experts_are_split_over_an_axis_of_their_own(tiny):
     )
     assert "ep" in str(table).splitlines()[1].split() and ", ep 2" in str(two.config)
     said = recipe(two.config)
-    assert "fzero.mesh(dp=-1, ep=2)" in said and 'split=fzero.parallel.experts.split("experts")' in said
+    assert "fzero.mesh(dp=-1, ep=2)" in said and 'split=fzero.parallel.experts.split_rule("experts")' in said
     assert "ep" not in recipe(one.config).replace("step", "").replace("depth", "")
 
 
