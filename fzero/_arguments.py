@@ -4,10 +4,11 @@ Where a name is not there, the error has the nearest one.
 """
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-__all__ = ["check_choice", "check_int", "did_you_mean", "is_int", "missing_names", "name_of"]
+__all__ = ["check_choice", "check_int", "check_path", "did_you_mean", "is_int", "missing_names", "name_of"]
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -65,6 +66,40 @@ def check_choice(name: str, value: Any, choices: Sequence[str | bool | None]) ->
     *rest, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
     expected = f"{', '.join(rest)} or {last}" if rest else last
     raise ValueError(f"{name}={value!r}: expected {expected}{did_you_mean(value, choices)}")
+
+
+def check_path(name: str, value: Any, expected: str, call: str = "") -> str:
+    """Check a path that the user gave, and return it as text.
+
+    Args:
+        name: the name of the argument.
+        value: what the user gave for it.
+        expected: what lies at the path, such as "the path of a folder".
+        call: the call in the order of its arguments, such as "fzero.save(path, values)".
+
+    Raises:
+        TypeError: if the value is no path, such as the tree of a call with swapped arguments.
+        ValueError: if the path is empty, or has the character NUL.
+
+    Example:
+        >>> check_path("folder", "runs/gpt", "the path of a folder")
+        'runs/gpt'
+        >>> check_path("path", {"w": 1.0}, "the path of a folder", "fzero.save(path, values)")
+        Traceback (most recent call last):
+        TypeError: path is a dict: expected the path of a folder, as in fzero.save(path, values)
+    """
+    expected += f", as in {call}" if call else ""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(text, str):
+        is_short = value is None or isinstance(value, int | float | bytes)
+        raise TypeError(
+            f"{name}={value!r}: expected {expected}"
+            if is_short
+            else f"{name} is a {type(value).__name__}: expected {expected}"
+        )
+    if not text or "\0" in text:
+        raise ValueError(f"{name}={text!r}: expected {expected}")
+    return text
 
 
 def did_you_mean(value: Any, choices: Iterable[Any], form: str = '"{}"', cutoff: float = 0.6) -> str:

@@ -6,6 +6,8 @@ import io
 import os
 from typing import Any
 
+from fzero._arguments import check_path
+
 __all__ = ["FigureReport", "Report", "new_figure"]
 
 
@@ -34,6 +36,7 @@ class FigureReport(Report):
         Args:
             path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
         """
+        path = check_path("path", path, "the path of an image file, such as 'plan.png'")
         self._figure().savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:

@@ -21,8 +21,8 @@ FILES = python_files("fzero")
 
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
-    ["_torch", "_notice", "_report", "_format", "_registry", "_arguments", "_dtypes"],
-    ["_liveness"],
+    ["_torch", "_notice", "_format", "_registry", "_arguments", "_dtypes"],
+    ["_liveness", "_report"],
     ["_tracebacks"],
     ["_donated"],
     ["tree", "parallel.schedules"],

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from fzero._arguments import check_path
 from fzero._torch.types import StrPath
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._object_store import Remote
@@ -89,16 +90,19 @@ class Files(Protocol):
         ...
 
 
-def files_at(path: StrPath) -> Files:
-    """Return the files of a folder, given its path or a URL that fsspec supports, such as `"s3://bucket/run"`."""
-    if not isinstance(path, str | bytes | os.PathLike):
-        raise TypeError(
-            f"path is a {type(path).__name__}: expected the path of a folder, or a URL such as 's3://bucket/run'; the "
-            "order is fzero.save(path, tree), fzero.load(path, like)"
-        )
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text:
-        raise TypeError(f"path={path!r}: expected the path of a folder, or a URL such as 's3://bucket/run'")
+def files_at(path: StrPath, name: str = "path", call: str = "") -> Files:
+    """Return the files of a folder, given its path or a URL that fsspec supports, such as `"s3://bucket/run"`.
+
+    Args:
+        path: the path or URL.
+        name: the name of the user's argument.
+        call: the user's call in the order of its arguments.
+
+    Raises:
+        TypeError: if `path` is no path.
+        ValueError: if `path` is empty.
+    """
+    text = check_path(name, path, "the path of a folder, or a URL such as 's3://bucket/run'", call)
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in ("file", "local"):
         return Remote(text)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._arguments import check_int
+from fzero._arguments import check_int, check_path
 from fzero._liveness import resume_at
 from fzero._notice import trouble_link, warn_once
 from fzero._torch.types import StrPath
@@ -78,9 +78,11 @@ def checkpoints(
         if n is not None:
             check_int(name, n, 1, "a number of checkpoints" if name == "keep" else "a number of steps")
     check_int("copies", copies, 0, "a number of copies")
+    if memory is not None:
+        check_path("memory", memory, "a folder of shared memory, such as '/dev/shm'")
     if memory is not None and not os.path.isdir(memory):  # made on the disk, it would not be memory
         raise ValueError(f'memory={memory!r} is not a folder: expected one of shared memory, such as "/dev/shm"')
-    files = files_at(root)
+    files = files_at(root, "root", "fzero.checkpoint.checkpoints(root, mesh)")
     return Checkpoints(
         files=files, mesh=mesh, keep=keep, keep_every=keep_every, timeout=timeout, memory=memory, copies=copies
     )

@@ -9,6 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_path
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._error import CheckpointError
@@ -37,7 +38,7 @@ def leaves(path: StrPath) -> dict[str, Leaf]:
         >>> [(path, leaf.shape) for path, leaf in fzero.checkpoint.leaves(folder).items()]
         [('w', (2, 3))]
     """
-    layout = read_complete(files_at(path)).layout
+    layout = read_complete(files_at(path, call="fzero.checkpoint.leaves(path)")).layout
     return {path: layout.leaves[i] for path, i in sorted(layout.leaf_index.items())}
 
 
@@ -59,7 +60,7 @@ def read(path: StrPath, name: str) -> Any:
         >>> fzero.checkpoint.read(folder, "params.w"), fzero.checkpoint.read(folder, "step")
         (tensor([1., 1.]), 7)
     """
-    files = files_at(path)
+    files = files_at(path, call="fzero.checkpoint.read(path, name)")
     manifest = read_complete(files)
     layout = manifest.layout
     for parent in _above(name):
@@ -128,7 +129,7 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
         >>> fzero.checkpoint.verify(folder)
         4128
     """
-    files = files_at(path)
+    files = files_at(path, call="fzero.checkpoint.verify(path)")
     manifest, nbytes = read_complete(files), 0
     for rank, at, size in _pages(manifest.layout, manifest):
         page = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -282,7 +283,7 @@ def export(
         CheckpointError: if the folder is not a complete checkpoint, has no leaf below the prefix, or a leaf is damaged.
             Also if the name of `out` is that of another kind of file.
     """
-    files, target = files_at(path), os.fspath(out)
+    files, target = files_at(path), check_path("out", out, "the path of a file")
     manifest = read_complete(files)
     _check_kind(target, as_torch)
     names = _below(prefix, manifest.layout.leaf_index)

@@ -72,7 +72,7 @@ def load(path: StrPath, like: Tree, mesh: Mesh | None = None, *, partial: bool =
                 [2., 3.],
                 [0., 0.]])
     """
-    return load_files(files_at(path), like, mesh, partial)
+    return load_files(files_at(path, call="fzero.load(path, like)"), like, mesh, partial)
 
 
 def load_files(files: Files, like: Tree, mesh: Mesh | None, partial: bool = False) -> Any:

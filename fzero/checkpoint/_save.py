@@ -141,9 +141,8 @@ def save(
         >>> fzero.load(folder, like={"w": torch.zeros(3), "step": 0})
         {'w': tensor([0., 1., 2.]), 'step': 7}
     """
-    return start_save(
-        files=files_at(path), values=values, mesh=mesh, background=background, timeout=timeout, staging=Staging()
-    )
+    files = files_at(path, call="fzero.save(path, values)")
+    return start_save(files=files, values=values, mesh=mesh, background=background, timeout=timeout, staging=Staging())
 
 
 def start_save(

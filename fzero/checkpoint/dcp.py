@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fzero import tree
+from fzero._arguments import check_path
 from fzero._torch import load_metadata, pytree
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
@@ -362,7 +363,7 @@ def save(path: StrPath, values: Tree, mesh: Mesh | None = None, *, name: _Name |
         >>> fzero.checkpoint.dcp.load(folder, like={"model": {"w": torch.zeros(3)}, "step": 0})
         {'model': {'w': tensor([0., 1., 2.])}, 'step': 7}
     """
-    folder = _folder(path)
+    folder = _folder(path, "save(path, values)")
 
     def prepare() -> tuple[bytes, _SavePlanner]:
         local = local_tree("the tree", values, mesh)
@@ -414,7 +415,7 @@ def load(
         tensor([[0., 1.],
                 [2., 0.]])
     """
-    folder = _folder(path)
+    folder = _folder(path, "load(path, like)")
 
     def prepare() -> tuple[Any, _LoadPlanner, dict[str, str]]:
         metadata = _read_metadata(folder)
@@ -432,10 +433,12 @@ def load(
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
-def _folder(path: StrPath) -> str:
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "://" in text:
-        raise TypeError(f"path={path!r}: expected the path of a folder on a file system")
+def _folder(path: StrPath, call: str) -> str:
+    text = check_path("path", path, "the path of a folder", f"fzero.checkpoint.dcp.{call}")
+    if "://" in text:
+        raise ValueError(
+            f"path={text!r} is a URL: expected a local folder; copy it, or use fzero.checkpoint, which takes URLs"
+        )
     return os.path.abspath(text)
 
 

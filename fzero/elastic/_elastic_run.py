@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistError, destroy_process_group
 
-from fzero._arguments import check_int
+from fzero._arguments import check_int, check_path
 from fzero._liveness import LostRankError, current_heartbeat
 from fzero._notice import warn_once
 from fzero._torch.types import StrPath
@@ -223,6 +223,7 @@ def run(
     numbers = {"steps": steps, "global_batch": global_batch, "copy_every": copy_every, "save_every": save_every}
     numbers |= {"min_ranks": min_ranks, "micro_batch": micro_batch, "simulated_ranks": simulated_ranks}
     _check_arguments(train, numbers, axes, axis)
+    check_path("root", root, "the path of a folder, or a URL", "fzero.elastic.run(train, root, steps=100)")
     data_axes = tuple(axes) if axis is None else _axis_tuple(axis)
     world = None if simulate else find_world()
     alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])

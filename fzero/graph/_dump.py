@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero._arguments import check_path
 from fzero._torch import line_of
 from fzero.graph._pass_manager import PASSES, PassManager, PassResult, PassSettings
 from fzero.graph.ir import display_name, dtypes_and_shapes, is_collective
@@ -39,12 +40,7 @@ def make_folder(folder: str | os.PathLike[str]) -> str:
         TypeError: if `folder` is not a path.
         ValueError: if the folder cannot be made or written into. The message names the folder.
     """
-    try:
-        path = Path(folder)
-    except TypeError as error:
-        raise TypeError(f"dump={folder!r}: expected the path of a folder") from error
-    if not os.fspath(folder) or "\0" in str(path):
-        raise ValueError(f'dump={folder!r}: expected the path of a folder; "." is the working directory')
+    path = Path(check_path("dump", folder, 'the path of a folder, such as "."'))
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

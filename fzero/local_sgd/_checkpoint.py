@@ -1,10 +1,9 @@
 """Checkpoints of replicas that train apart: a folder for each replica, and one for their shared state."""
 
-import os
-
 import torch
 
 from fzero import tree
+from fzero._arguments import check_path
 from fzero._torch.types import StrPath
 from fzero.checkpoint import CheckpointError, load, read, save
 from fzero.local_sgd._outer_step import OuterStep
@@ -80,4 +79,5 @@ def load_replicas(
 
 
 def _folder(path: StrPath, name: str) -> str:
-    return f"{os.fspath(path).rstrip('/')}/{name}"
+    text = check_path("path", path, "the path of a folder, or a URL", "local.save(path, params, state)")
+    return f"{text.rstrip('/')}/{name}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._arguments import check_int
+from fzero._arguments import check_int, check_path
 from fzero._notice import trouble_link, warn_once
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
@@ -237,11 +237,12 @@ def tensorboard(folder: StrPath) -> "_TensorBoard":
         >>> [name.split(".")[2] for name in os.listdir(folder)]
         ['tfevents']
     """
+    folder = check_path("folder", folder, "the path of a folder, such as 'runs/gpt'")
     try:
         import torch.utils.tensorboard  # noqa: F401  so that it fails early, and not after some steps
     except ImportError as error:
         raise ImportError("fzero.observe.tensorboard needs the package tensorboard: pip install tensorboard") from error
-    return _TensorBoard(os.fspath(folder))
+    return _TensorBoard(folder)
 
 
 class _TensorBoard:
@@ -283,7 +284,7 @@ def jsonl(path: StrPath) -> "_JsonLines":
         {"step": 1, "loss": 2.0}
         {"step": 2, "loss": 1.25}
     """
-    return _JsonLines(os.fspath(path))
+    return _JsonLines(check_path("path", path, "the path of a file, such as 'runs/gpt.jsonl'"))
 
 
 class _JsonLines:

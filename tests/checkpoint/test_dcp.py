@@ -248,5 +248,5 @@ def test_a_leaf_of_which_a_part_is_missing_is_refused(tmp_path):
 
 def test_dcp_save_takes_paths_of_a_file_system_only():
     for f in (fzero.checkpoint.dcp.save, fzero.checkpoint.dcp.load):
-        with pytest.raises(TypeError, match=r"path='s3://b/c': expected the path of a folder on a file system"):
+        with pytest.raises(ValueError, match=r"path='s3://b/c' is a URL: expected a local folder"):
             f("s3://b/c", {})

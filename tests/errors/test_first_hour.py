@@ -71,16 +71,6 @@ ROWS: dict[str, Row] = {
         TypeError,
         r"mesh=3: expected a mesh, such as fzero\.mesh\(dp=4\)",
     ),
-    "a tree in place of a path to save": (
-        lambda: fzero.save(PARAMS, "/nowhere"),  # pyright: ignore
-        TypeError,
-        r"path is a dict: expected the path of a folder.*the order is fzero\.save\(path, tree\)",
-    ),
-    "a tree in place of a path to load": (
-        lambda: fzero.load(PARAMS, "/nowhere"),  # pyright: ignore
-        TypeError,
-        r"path is a dict: expected the path of a folder",
-    ),
     "a number as a batch": (lambda: MESH.split(torch.ones(())), ValueError, r"batch is a tensor of shape \[\], which"),
     "two trees to gather": (
         lambda: step_of(3).gather(PARAMS, ()),  # pyright: ignore

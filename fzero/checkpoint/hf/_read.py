@@ -289,7 +289,7 @@ def read(
                 [2., 3.],
                 [0., 0.]])
     """
-    files = files_at(folder)
+    files = files_at(folder, "folder", "fzero.checkpoint.hf.read(folder, like)")
 
     def prepare() -> tuple[_Tensors, Any, LocalTree, list[NamedLeaf]]:
         tensors = _tensors_in(files)

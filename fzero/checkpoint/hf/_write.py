@@ -107,7 +107,8 @@ def write(
 def _local(folder: StrPath) -> LocalFolder:
     """Return the files of a local folder, and refuse a URL before fsspec is imported."""
     scheme, separator, _ = str(folder).partition("://")
-    files = None if separator and scheme not in ("file", "local") else files_at(folder)
+    is_url = separator and scheme not in ("file", "local")
+    files = None if is_url else files_at(folder, "folder", "fzero.checkpoint.hf.write(folder, params)")
     if not isinstance(files, LocalFolder):
         raise ValueError(f"folder={folder!r} is a URL: expected a local folder; copy the folder after the write")
     return files

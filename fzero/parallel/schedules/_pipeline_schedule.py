@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fzero._arguments import check_path
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import (
@@ -178,6 +179,8 @@ class PipelineSchedule(FigureReport):
         Raises:
             ValueError: if a schedule cannot run (see `check`).
         """
+        if path is not None:
+            check_path("path", path, "the path of an image file, such as 'schedule.png'")
         schedules = [self, *beside]
         figure = draw(schedules, [s.timing(**durations) for s in schedules])
         if path is not None:
