@@ -58,8 +58,8 @@ def assert_trees_close(actual: Tree, expected: Tree, rtol: float | None = None, 
             assert type(x) is type(y) and x == y, f"{label}: {x!r} is not {y!r}"
             continue
         assert isinstance(x, torch.Tensor), f"{label}: {x!r} is not a tensor"
-        form, expected_form = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
-        assert form == expected_form, f"{label}: {form} is not {expected_form}"
+        found, wanted = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
+        assert found == wanted, f"{label}: {found} is not {wanted}"
         if not y.is_floating_point():
             assert torch.equal(x, y), f"{label}: {x} is not {y}"
             continue

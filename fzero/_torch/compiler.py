@@ -23,10 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from fzero._torch.tracing import fake_like
+from fzero._torch.tracing import stand_ins_like
 
 __all__ = [
-    "Form",
+    "TensorMetadata",
     "compile_threads",
     "have_equal_strides",
     "inductor",
@@ -110,6 +110,7 @@ def compile_threads() -> int:
     return config.compile_threads or 1
 
 
+TensorMetadata = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]  # shape, strides, dtype and device
 _GraphWithStandIns = tuple[Graph, Sequence[torch.Tensor], Sequence[Any]]  # a graph, stand-ins of arguments and results
 
 
@@ -123,7 +124,7 @@ def pickle_graphs(graphs: Sequence[_GraphWithStandIns]) -> bytes:
 
     with _without_warnings_of_settings():
         settings = (config.save_config(), _settings())
-    rows = [(_lines(graph), _forms(fakes), _forms(results)) for graph, fakes, results in graphs]
+    rows = [(_lines(graph), _metadata_of(stand_ins), _metadata_of(results)) for graph, stand_ins, results in graphs]
     return pickle.dumps((settings, rows))
 
 
@@ -139,10 +140,10 @@ def unpickle_graphs(data: bytes) -> list[Callable[[], _GraphWithStandIns]]:
         config.load_config(inductor_config)
     _set(settings)
 
-    def make(lines: list[_Line], *forms: Any) -> _GraphWithStandIns:
+    def make(lines: list[_Line], stand_ins: Any, results: Any) -> _GraphWithStandIns:
         with FakeTensorMode():
-            fakes, results = [[torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in xs] for xs in forms]
-        return _graph(lines), fakes, results
+            tensors = _empty_like(stand_ins), _empty_like(results)
+        return _graph(lines), *tensors
 
     return [functools.partial(make, *row) for row in rows]
 
@@ -155,8 +156,12 @@ def _without_warnings_of_settings() -> Iterator[None]:
         yield
 
 
-def _forms(fakes: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(x.shape, x.stride(), x.dtype, x.device) for x in fakes]
+def _metadata_of(stand_ins: Sequence[torch.Tensor]) -> list[TensorMetadata]:
+    return [(x.shape, x.stride(), x.dtype, x.device) for x in stand_ins]
+
+
+def _empty_like(metadata: Sequence[TensorMetadata]) -> list[torch.Tensor]:
+    return [torch.empty_strided(x[0], x[1], dtype=x[2], device=x[3]) for x in metadata]
 
 
 class _Settings(NamedTuple):
@@ -234,11 +239,8 @@ def _graph(lines: Sequence[_Line]) -> Graph:
 # Compile a flat graph with Inductor, for one length of its arguments or for all lengths.
 
 
-Form = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]  # a tensor's shape, strides, dtype and device
-
-
 def inductor(
-    gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], results: Sequence[Any]
+    gm: torch.fx.GraphModule, stand_ins: Sequence[torch.Tensor], results: Sequence[Any]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Compile a flat graph with Inductor, keeping the order of its nodes and the strides of its results.
 
@@ -248,21 +250,21 @@ def inductor(
 
     Args:
         gm: the graph.
-        fakes: stand-ins of its arguments.
+        stand_ins: stand-ins of its arguments.
         results: stand-ins of its results.
 
     Returns:
         A function of a list of tensors. It empties the list, so that arguments are freed as they are consumed.
     """
     mode = _mode()
-    args = [fake_like([x], mode=mode)[0] for x in fakes]  # one by one: arguments share no buffer
+    args = [stand_ins_like([x], mode=mode)[0] for x in stand_ins]  # one by one: arguments share no buffer
     return _compile(lambda *xs: _with_strides(_Reshaping(gm).run(*xs), results), args, mode)
 
 
 def inductor_for_lengths(
     gm: torch.fx.GraphModule,
     arguments: Callable[[Any], Mapping[str, tuple[Any, Any]]],
-    forms: Callable[[Any], tuple[Sequence[Form], Sequence[Form]]],
+    metadata: Callable[[Any], tuple[Sequence[TensorMetadata], Sequence[TensorMetadata]]],
     length: int,
 ) -> tuple[Callable[[list[Any]], Any], Callable[[int], bool]]:
     """Compile a flat graph once for all lengths of its arguments.
@@ -270,7 +272,7 @@ def inductor_for_lengths(
     Args:
         gm: the graph, traced at one length.
         arguments: maps a length to the arguments of each node, by the node's name.
-        forms: maps a length to the forms of the graph's arguments and of its results.
+        metadata: maps a length to the metadata of the graph's arguments and of its results.
         length: the traced length.
 
     Returns:
@@ -286,14 +288,14 @@ def inductor_for_lengths(
     symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     size = env.create_symintnode(symbol, hint=length, source=source)
 
-    def stand_ins(forms: Sequence[Form]) -> list[torch.Tensor]:
-        with mode:
-            return [torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) for x in forms]
-
     def run(size: Any, *args: torch.Tensor) -> tuple[Any, ...]:
-        return _with_strides(_AtLength(gm, arguments(size)).run(*args), stand_ins(forms(size)[1]))
+        with mode:
+            results = _empty_like(metadata(size)[1])
+        return _with_strides(_AtLength(gm, arguments(size)).run(*args), results)
 
-    runs = _compile(run, [size, *stand_ins(forms(size)[0])], mode)
+    with mode:
+        stand_ins = _empty_like(metadata(size)[0])
+    runs = _compile(run, [size, *stand_ins], mode)
 
     def holds(length: int) -> bool:
         return length in env.var_to_range[symbol] and all(bool(g.expr.subs(symbol, length)) for g in env.guards)

@@ -20,7 +20,7 @@ __all__ = ["StandInCache", "alias_of"]
 def alias_of(x: FakeTensor) -> FakeTensor:
     """Return a stand-in for the same memory, which keeps its shape when the shape of `x` is changed in place."""
     with _below_stand_ins():
-        return _wrapped(x, x.fake_mode, x.fake_device)
+        return _as_stand_in(x, x.fake_mode, x.fake_device)
 
 
 _below_stand_ins = torch._C._DisableTorchDispatch  # pyright: ignore[reportAttributeAccessIssue]
@@ -29,8 +29,8 @@ _refuse_reads = torch._C._set_throw_on_mutable_data_ptr  # pyright: ignore[repor
 _wrap: Any = torch.Tensor._make_subclass  # it detaches the tensor, in the tensor's memory
 
 
-def _wrapped(x: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    """Return a stand-in on a device with the memory and the form of a tensor, below the modes of stand-ins.
+def _as_stand_in(x: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """Return a stand-in on a device with the memory and the metadata of a tensor, below the modes of stand-ins.
 
     It does the work of `FakeTensor(mode, x, device)` without checking its arguments, which takes five times as long.
     """
@@ -46,8 +46,8 @@ def _state_on(device: torch.device) -> dict[str, Any]:
     return dict(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device).__dict__)
 
 
-class _Form(NamedTuple):
-    """The form of a result: `base` is the position of the operand that it is a view of; None for new memory."""
+class _Metadata(NamedTuple):
+    """The metadata of a result: `base` is the position of the operand that it is a view of; None for new memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -58,12 +58,12 @@ class _Form(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """A result does not follow from the forms of the operands, as far as the cache knows."""
+    """A result does not follow from the operands' metadata, as far as the cache knows."""
 
 
-_Forms = dict[Any, tuple[type, list[_Form | None]] | None]  # by operation and operands; None if it is not known
-_MAX_FORMS = 20_000  # some kilobytes each
-_SHARED = defaultdict[torch.dtype, _Forms](dict)  # by the default dtype, which quotients of integers have
+_Table = dict[Any, tuple[type, list[_Metadata | None]] | None]  # by operation and operands; None if it is not known
+_MAX_ENTRIES = 20_000  # some kilobytes each
+_SHARED = defaultdict[torch.dtype, _Table](dict)  # by the default dtype, which quotients of integers have
 
 
 def _is_fixed(func: OpOverload | Callable[..., Any]) -> bool:
@@ -72,21 +72,21 @@ def _is_fixed(func: OpOverload | Callable[..., Any]) -> bool:
 
 
 class StandInCache:
-    """Runs operations on stand-ins, and repeats the form of a result for operands of the same forms.
+    """Runs operations on stand-ins, and repeats the metadata of a result for operands of the same metadata.
 
-    The forms of results depend on the operands' forms alone. A model has many equal layers, and torch takes ten times
-    as long to find a form as to make a stand-in. A cache serves one trace. All caches share the forms of torch's and
-    fzero's own operations, so that the next trace of a model finds them.
+    The metadata of results depends on the operands' metadata alone. A model has many equal layers, and torch takes ten
+    times as long to find metadata as to make a stand-in. A cache serves one trace. All caches share the metadata of
+    torch's and fzero's own operations, so that the next trace of a model finds it.
     """
 
     def __init__(self) -> None:
-        self._forms: _Forms = {}  # of other operations, which a user may define anew, and of functions
+        self._table: _Table = {}  # of other operations, which a user may define anew, and of functions
 
     def call(self, func: OpOverload | Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the results of an operation, or of a pure function, on stand-ins.
 
         Args:
-            func: an operation or a function whose results' forms follow from the operands' forms.
+            func: an operation or a function whose results' metadata follows from the operands' metadata.
             args: its arguments.
             kwargs: its keyword arguments.
         """
@@ -97,18 +97,18 @@ class StandInCache:
             return func(*args, **kwargs)
         if not operands or (isinstance(func, OpOverload) and func._schema.is_mutable):
             return func(*args, **kwargs)
-        table = _SHARED[torch.get_default_dtype()] if _is_fixed(func) else self._forms
+        table = _SHARED[torch.get_default_dtype()] if _is_fixed(func) else self._table
         if key not in table:
             out = func(*args, **kwargs)
-            if len(table) >= _MAX_FORMS:
+            if len(table) >= _MAX_ENTRIES:
                 table.clear()
-            table[key] = _forms_of(out, operands)
+            table[key] = _metadata_of_results(out, operands)
             return out
         entry = table[key]
         if entry is None:
             return func(*args, **kwargs)
-        kind, forms = entry
-        results = [None if form is None else _made(form, operands) for form in forms]
+        kind, metadata = entry
+        results = [None if x is None else _make(x, operands) for x in metadata]
         return results[0] if kind is FakeTensor else kind(results)
 
 
@@ -137,23 +137,23 @@ def _sharing(operands: list[FakeTensor]) -> tuple[int, ...]:
     return tuple([ids.index(i) for i in ids])
 
 
-def _forms_of(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Form | None]] | None:
-    """Return the forms of an operation's results; None if they could not be made from their forms."""
+def _metadata_of_results(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Metadata | None]] | None:
+    """Return the metadata of an operation's results; None if they could not be made from it."""
     results = [out] if type(out) is FakeTensor else list(out)
     if any(x is not None and type(x) is not FakeTensor for x in results):
         return None
     bases = {storage_id(x): i for i, x in reversed([*enumerate(operands)])}
-    forms = [None if x is None else _form_of(x, bases) for x in results]
-    made = [None if form is None else _made(form, operands) for form in forms]
+    metadata = [None if x is None else _metadata_of(x, bases) for x in results]
+    made = [None if x is None else _make(x, operands) for x in metadata]
     is_known = all(x is None or _is_equal(x, y, bases) for x, y in zip(results, made, strict=True))
     ids = [storage_id(x) for x in results if x is not None and storage_id(x) not in bases]
     is_known = is_known and len(set(ids)) == len(ids) and not any(x is y for x in results for y in operands)
-    return (type(out), forms) if is_known else None
+    return (type(out), metadata) if is_known else None
 
 
-def _form_of(x: FakeTensor, bases: dict[int, int]) -> _Form:
+def _metadata_of(x: FakeTensor, bases: dict[int, int]) -> _Metadata:
     base = bases.get(storage_id(x))
-    return _Form(
+    return _Metadata(
         shape=tuple(x.shape),
         stride=x.stride(),
         offset=int(x.storage_offset()),
@@ -164,22 +164,22 @@ def _form_of(x: FakeTensor, bases: dict[int, int]) -> _Form:
 
 
 def _is_equal(x: FakeTensor, made: Any, bases: dict[int, int]) -> bool:
-    """Return whether a stand-in that was made from a form is like the one that torch made."""
+    """Return whether a stand-in that was made from metadata is like the one that torch made."""
     has_bytes = x.untyped_storage().nbytes() == made.untyped_storage().nbytes()
     plain = x.layout is torch.strided and not (x.dtype.is_complex or x.is_neg() or x.requires_grad)
-    return plain and has_bytes and x.constant is None and _form_of(x, bases) == _form_of(made, bases)
+    return plain and has_bytes and x.constant is None and _metadata_of(x, bases) == _metadata_of(made, bases)
 
 
-def _made(form: _Form, operands: list[FakeTensor]) -> FakeTensor:
-    """Make a stand-in of a form: in new memory, or in that of an operand."""
+def _make(metadata: _Metadata, operands: list[FakeTensor]) -> FakeTensor:
+    """Make a stand-in of some metadata: in new memory, or in that of an operand."""
     mode: FakeTensorMode = operands[0].fake_mode
-    if form.base is None:
+    if metadata.base is None:
         with _below_stand_ins():
-            x = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
-            out = _wrapped(x, mode, form.device)
+            x = torch.empty_strided(metadata.shape, metadata.stride, dtype=metadata.dtype, device="meta")
+            out = _as_stand_in(x, mode, metadata.device)
             (_warn_of_reads if mode._allow_unsafe_data_ptr_access else _refuse_reads)(out)
             return out
     # a CPU's view reads no data; the kernel of another device may be missing from this build of torch
-    with _below_stand_ins() if form.device.type == "cpu" else in_kernel_invocation_manager(mode):
-        x = torch.as_strided(operands[form.base], form.shape, form.stride, form.offset)
-        return _wrapped(x, mode, form.device)
+    with _below_stand_ins() if metadata.device.type == "cpu" else in_kernel_invocation_manager(mode):
+        x = torch.as_strided(operands[metadata.base], metadata.shape, metadata.stride, metadata.offset)
+        return _as_stand_in(x, mode, metadata.device)

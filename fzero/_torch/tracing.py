@@ -38,19 +38,19 @@ __all__ = [
     "OpOverload",
     "chunk_of",
     "count_holders",
-    "fake_like",
-    "fakes_on",
     "functionalize",
     "graph_of",
     "in_chunk",
     "is_backward",
-    "is_fake",
+    "is_stand_in",
     "line_of",
     "memory_like",
     "recorded_nodes",
     "set_compiling",
+    "set_stand_in_device",
     "stack_of",
     "stand_in_at",
+    "stand_ins_like",
     "trace",
     "user_line",
 ]
@@ -137,7 +137,7 @@ def chunk_of(node: torch.fx.Node) -> int | None:
     return (node.meta.get("custom") or {}).get("chunk")
 
 
-def fake_like(
+def stand_ins_like(
     tensors: Sequence[torch.Tensor], beside: Any = None, mode: FakeTensorMode | None = None
 ) -> list[torch.Tensor]:
     """Return stand-ins for tracing: tensors of the same shapes, strides, dtypes and devices that own no memory.
@@ -158,33 +158,33 @@ def memory_like(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes, device="meta")
 
 
-def stand_in_at(x: torch.Tensor, memory: torch.UntypedStorage, form: Sequence[int]) -> torch.Tensor:
+def stand_in_at(x: torch.Tensor, memory: torch.UntypedStorage, geometry: Sequence[int]) -> torch.Tensor:
     """Return a stand-in with the dtype and device of another one, in other memory and with other strides.
 
     Args:
         x: the stand-in that gives the dtype and the device.
         memory: the storage of the result. Stand-ins can share one.
-        form: the shape, then the strides, then the storage offset of the result.
+        geometry: the shape, then the strides, then the storage offset of the result.
     """
     assert isinstance(x, FakeTensor)
-    shape, strides, offset = form[: x.dim()], form[x.dim() : -1], form[-1]
+    shape, strides, offset = geometry[: x.dim()], geometry[x.dim() : -1], geometry[-1]
     meta = torch.empty(0, dtype=x.dtype, device="meta").set_(memory, offset, shape, strides)  # pyright: ignore
     return FakeTensor(x.fake_mode, meta, x.fake_device)
 
 
-def fakes_on(fakes: Iterable[Any], kind: str) -> None:
+def set_stand_in_device(stand_ins: Iterable[Any], kind: str) -> None:
     """Set the device of stand-ins to another kind, such as "cuda", which this machine need not have.
 
     Autograd asks a device for its streams. So a step is traced on a device that exists, and its stand-ins are moved
     afterwards.
     """
-    for x in fakes:
+    for x in stand_ins:
         if isinstance(x, FakeTensor):
             x.fake_device = torch.device(kind, 0)
 
 
-def _mode_of(fakes: Sequence[torch.Tensor]) -> FakeTensorMode:
-    mode = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
+def _mode_of(stand_ins: Sequence[torch.Tensor]) -> FakeTensorMode:
+    mode = next((x.fake_mode for x in stand_ins if isinstance(x, FakeTensor)), None)
     return FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
 
 
@@ -212,8 +212,8 @@ def _line_of_traceback(error: BaseException) -> str:
     return next((line for line in reversed(lines) if is_user_code(line)), "")
 
 
-def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Record the aten operations of `f(*fakes)` as a graph; `f` maps a flat list of tensors to a flat list.
+def trace(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Record the aten operations of `f(*stand_ins)` as a graph; `f` maps a flat list of tensors to a flat list.
 
     It uses make_fx rather than Dynamo. make_fx records the operations that really ran, through every transform of
     torch.func and every autograd.Function, and traces any Python. Dynamo can lose a Function's backward
@@ -230,8 +230,8 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Grap
     # in the stand-ins' mode nothing is computed, and no random number is drawn
     # anomaly mode is off, because it reads every gradient for NaNs, and stand-ins have no values
     quiet = torch.autograd.set_detect_anomaly(False)
-    with preserve_node_meta(), set_compiling(), quiet, _mode_of(fakes), _without_values(), _unlogged():
-        return _make_fx(with_lines, fakes)
+    with preserve_node_meta(), set_compiling(), quiet, _mode_of(stand_ins), _without_values(), _unlogged():
+        return _make_fx(with_lines, stand_ins)
 
 
 # texts in torch's errors -> how the traced code needs a value
@@ -270,10 +270,10 @@ def _unlogged() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def _make_fx(f: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+def _make_fx(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """Record a function as a graph, without generating code for its module, which never runs."""
     with _use_lazy_graph_module(True):
-        return make_fx(f, _allow_non_fake_inputs=True)(*fakes)
+        return make_fx(f, _allow_non_fake_inputs=True)(*stand_ins)
 
 
 def recorded_nodes() -> list[torch.fx.Node]:
@@ -282,15 +282,15 @@ def recorded_nodes() -> list[torch.fx.Node]:
     return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
-def functionalize(gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+def functionalize(gm: torch.fx.GraphModule, stand_ins: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """Trace a graph again with every in-place operation replaced by an operation that returns a new value.
 
     Raises:
         DataDependentError: if the graph reads the value of a constant that was overwritten with data.
     """
     run = torch.func.functionalize(_WithConstants(gm).run, remove="mutations")
-    with preserve_node_meta(), torch.no_grad(), _mode_of(fakes), _without_values():
-        return _make_fx(run, fakes)
+    with preserve_node_meta(), torch.no_grad(), _mode_of(stand_ins), _without_values():
+        return _make_fx(run, stand_ins)
 
 
 class _WithConstants(torch.fx.Interpreter):
@@ -303,7 +303,7 @@ class _WithConstants(torch.fx.Interpreter):
         return functorch._wrap_functional_tensor(x, level) if isinstance(x, torch.Tensor) else x
 
 
-def is_fake(x: Any) -> bool:
+def is_stand_in(x: Any) -> bool:
     """Return whether a value is a stand-in without memory, or a transform's tensor around one."""
     return isinstance(unwrap(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
 

@@ -21,7 +21,7 @@ class StageMessages:
     Attributes:
         schedule: the pipeline schedule, with the rank of each stage.
         binding: the binding of the axis along which the ranks lie.
-        forms: tensors of the shapes and dtypes of a value's leaves, on any device.
+        like: tensors of the shapes and dtypes of a value's leaves, on any device.
         device: the device for received tensors.
         ready: values that have arrived or were computed here, or the pending messages that carry them.
         in_flight: messages that are being sent.
@@ -29,7 +29,7 @@ class StageMessages:
 
     schedule: PipelineSchedule
     binding: Binding
-    forms: Sequence[torch.Tensor]
+    like: Sequence[torch.Tensor]
     device: torch.device
     ready: dict[Value, list[Any]] = field(default_factory=dict)
     in_flight: dict[Message, list[PendingMessages]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class StageMessages:
         if instruction.kind == "receive":
             self.ready[_value(message)] = [
                 start_receive(torch.empty_like(x, device=self.device), message.sender, tag, self.binding)
-                for x, tag in zip(self.forms, self._tags(message), strict=True)
+                for x, tag in zip(self.like, self._tags(message), strict=True)
             ]
         elif instruction.kind == "send":
             self.send(message)
@@ -70,8 +70,8 @@ class StageMessages:
     def _tags(self, message: Message) -> list[int]:
         """Return a tag for each leaf of a message; no other message has these tags."""
         number = message.stage * self.schedule.micro_batches + message.micro_batch
-        first = (2 * number + (message.kind == "G")) * len(self.forms)
-        return list(range(first, first + len(self.forms)))
+        first = (2 * number + (message.kind == "G")) * len(self.like)
+        return list(range(first, first + len(self.like)))
 
 
 def _value(message: Message) -> Value:

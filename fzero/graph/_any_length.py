@@ -45,12 +45,12 @@ class _Numbers(NamedTuple):
 
     Attributes:
         arguments: the integers in the arguments of nodes.
-        forms: the shape, strides and offset of each value.
+        geometries: the shape, strides and offset of each value.
         memory: the bytes of each storage, in the order of the storages' first values.
     """
 
     arguments: tuple[Any, ...]
-    forms: tuple[Any, ...]
+    geometries: tuple[Any, ...]
     memory: tuple[Any, ...]
 
 
@@ -72,12 +72,12 @@ class _Formula:
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
         """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
-        forms, storage_ids = _at(self.numbers.forms, length), [storage_id(x) for x in _values_in(self.graph)]
+        storage_ids = [storage_id(x) for x in _values_in(self.graph)]
         sizes = dict(zip(dict.fromkeys(storage_ids), _at(self.numbers.memory, length), strict=True))
-        each = list(zip(_values_in(self.graph), storage_ids, forms, strict=True))
-        changed = {k for x, k, form in each if form != _form(x) or sizes[k] != x.untyped_storage().nbytes()}
+        each = list(zip(_values_in(self.graph), storage_ids, _at(self.numbers.geometries, length), strict=True))
+        changed = {k for x, k, new in each if new != _geometry(x) or sizes[k] != x.untyped_storage().nbytes()}
         storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
-        return {id(x): stand_in_at(x, storages[k], form) for x, k, form in each if k in changed}
+        return {id(x): stand_in_at(x, storages[k], new) for x, k, new in each if k in changed}
 
 
 def _fit_formula(graphs: Sequence[tuple[int, Graph]]) -> _Formula | None:
@@ -90,9 +90,9 @@ def _fit_formula(graphs: Sequence[tuple[int, Graph]]) -> _Formula | None:
     ]
     if any(x is None for x in fits):
         return None
-    arguments, forms, memory = [iter(x or ()) for x in fits]
-    shaped = tuple([tuple([next(forms) for _ in form]) for form in numbers[0].forms])
-    return _Formula(graphs[0][1], _Numbers(tuple(arguments), shaped, tuple(memory)))
+    arguments, geometry, memory = [iter(x or ()) for x in fits]
+    geometries = tuple([tuple([next(geometry) for _ in x]) for x in numbers[0].geometries])
+    return _Formula(graphs[0][1], _Numbers(tuple(arguments), geometries, tuple(memory)))
 
 
 def _flat(field: Sequence[Any]) -> tuple[int, ...]:
@@ -114,8 +114,8 @@ def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
     def line(n: Node) -> Hashable:
         args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
         storages = [memory.setdefault(storage_id(x), len(memory)) for x in stand_ins_of(n)]
-        forms = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
-        return n.name, _target(n, memory), args, forms, _metadata(n)
+        values = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
+        return n.name, _target(n, memory), args, values, _metadata(n)
 
     return tuple([line(n) for n in graph.nodes])
 
@@ -163,10 +163,10 @@ def _numbers(graph: Graph) -> _Numbers:
     tensors = list(_values_in(graph))
     arguments = [i for n in _nodes_in(graph) for i in integers_in((n.args, n.kwargs))]
     memory = {storage_id(x): x.untyped_storage().nbytes() for x in tensors}
-    return _Numbers(tuple(arguments), tuple([_form(x) for x in tensors]), tuple(memory.values()))
+    return _Numbers(tuple(arguments), tuple([_geometry(x) for x in tensors]), tuple(memory.values()))
 
 
-def _form(x: torch.Tensor) -> tuple[int, ...]:
+def _geometry(x: torch.Tensor) -> tuple[int, ...]:
     return (*x.shape, *x.stride(), int(x.storage_offset()))
 
 
@@ -270,8 +270,8 @@ class AnyLength:
         with paused_collector():
             graph = self.formula.at(length)
         inputs = [x for n in graph.nodes if is_input(n) for x in stand_ins_of(n)]
-        forms = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
-        if forms != [(tuple(x.shape), x.stride()) for x in inputs[: len(forms)]]:
+        sizes = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
+        if sizes != [(tuple(x.shape), x.stride()) for x in inputs[: len(sizes)]]:
             return None
         best = Candidate(
             self.sample_entry.best.pass_settings, graph, peak_bytes(graph), estimate_seconds(graph, options.hardware)

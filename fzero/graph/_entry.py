@@ -283,7 +283,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         traced = _trace_step(flat, arguments, _labels(options.step, arguments, args), options)
     check_spaces(traced.graph)
     if options.hardware is not None:
-        _torch.fakes_on(
+        _torch.set_stand_in_device(
             [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.hardware.kind
         )
     return _CallTrace(traced, *result)
@@ -330,17 +330,17 @@ def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
 
 def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], options: JitOptions) -> TracedGraph:
     """Trace a step with loops if its micro-batches can be one, else without. "inductor-whole" has no loops."""
-    fakes, is_full_graph = _torch.fake_like(arguments.tensors), options.backend == "inductor-whole"
+    stand_ins, is_full_graph = _torch.stand_ins_like(arguments.tensors), options.backend == "inductor-whole"
     try:
         with record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph):
-            return trace(f, fakes, labels)
+            return trace(f, stand_ins, labels)
     except NotScannableError as error:
         warn_once(
             f"fzero.{options}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "This attempt ran the step's Python code: its side effects outside the step remain. loop=False skips it"
         )
     with record_loops(False, pipelines=not is_full_graph):
-        return trace(f, fakes, labels)
+        return trace(f, stand_ins, labels)
 
 
 def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:

@@ -102,7 +102,7 @@ class _ShardGroup(_GradientGroup):
     Attributes:
         spec_id: the gradient's spec.
         origin: the full leaves, or None if they must be gathered.
-        form: "shard" or "box" if the shard is differentiated, and the gather's transpose reduces its gradient. A box
+        wrt: "shard" or "box" if the shard is differentiated, and the gather's transpose reduces its gradient. A box
             is gathered by the loss function itself. With "full" the full leaves are differentiated, and their gradients
             are reduced after the last micro-batch.
     """
@@ -110,22 +110,22 @@ class _ShardGroup(_GradientGroup):
     reduce_spec_id: int
     spec_id: int
     origin: tuple[torch.Tensor, ...] | None
-    form: Literal["shard", "box", "full"]
+    wrt: Literal["shard", "box", "full"]
 
     @property
     def varies(self) -> tuple[str, ...]:
         return traced_spec(self.spec_id).varies
 
     def leaves(self, variables: Tensors) -> Tensors:
-        if self.form == "shard":
+        if self.wrt == "shard":
             return gather_unit(self.reduce_spec_id, variables[0], self.origin)
-        return variables if self.form == "box" else _rounded(self.rounding, variables)
+        return variables if self.wrt == "box" else _rounded(self.rounding, variables)
 
     def inputs(self, leaves: Tensors) -> Any:
-        return Shard(leaves[0], self.reduce_spec_id, self.origin) if self.form == "box" else leaves
+        return Shard(leaves[0], self.reduce_spec_id, self.origin) if self.wrt == "box" else leaves
 
     def _reduce(self, gradients: Tensors) -> Shard:
-        if self.form == "full":
+        if self.wrt == "full":
             gradients = apply_to_unit("reduce_scatter", self.reduce_spec_id, gradients)
         if self.copy_axes:
             gradients = apply_over_unit_axes(
@@ -303,10 +303,10 @@ def _of_shard(
             reduce_spec_id=reduce_spec_id,
             spec_id=spec_id,
             origin=None,
-            form="full",
+            wrt="full",
             rounding=key,
         )
-    data, form = box.data.to(dtype), "shard" if gather else "box"
+    data, wrt = box.data.to(dtype), "shard" if gather else "box"
     return _ShardGroup(
         members=members,
         variables=[data],
@@ -315,7 +315,7 @@ def _of_shard(
         reduce_spec_id=reduce_spec_id,
         spec_id=spec_id,
         origin=box.origin,
-        form=form,
+        wrt=wrt,
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero._torch import Buffer, buffers_of, fake_like, in_buffers, storage_id, view_of
+from fzero._torch import Buffer, buffers_of, in_buffers, stand_ins_like, storage_id, view_of
 from tests.helpers import examples
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (3,), (2, 3), (1, 4, 2)]), min_size=2, max_size=5)
@@ -63,15 +63,15 @@ def test_tensors_with_gaps_or_overlaps_are_no_buffer(what):
 @given(SHAPES)
 def test_fake_tensors_share_storages_as_their_originals_do(shapes):
     xs = [*laid(shapes), torch.ones(3, 2).t(), *laid(shapes)]
-    fakes = fake_like(xs)
-    assert buffers_of(fakes) == buffers_of(xs)
-    assert [(x.shape, x.stride(), x.dtype) for x in fakes] == [(x.shape, x.stride(), x.dtype) for x in xs]
-    ids = [storage_id(x) for x in fakes]
+    stand_ins = stand_ins_like(xs)
+    assert buffers_of(stand_ins) == buffers_of(xs)
+    assert [(x.shape, x.stride(), x.dtype) for x in stand_ins] == [(x.shape, x.stride(), x.dtype) for x in xs]
+    ids = [storage_id(x) for x in stand_ins]
     assert [ids.index(i) for i in ids] == [[storage_id(x) for x in xs].index(storage_id(x)) for x in xs]
 
 
 def test_the_whole_buffer_can_be_viewed_from_a_stand_in_of_one_of_its_tensors():
-    a, b = fake_like(laid([(2, 2), (3,)]))
+    a, b = stand_ins_like(laid([(2, 2), (3,)]))
     assert torch.as_strided(b, [7], [1], 0).untyped_storage().nbytes() == 28
     assert storage_id(torch.as_strided(a, [7], [1], 0)) == storage_id(b)
 

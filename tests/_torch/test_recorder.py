@@ -94,11 +94,11 @@ def described(graph: Graph) -> list[Any]:
 
 def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
     """Record a function, and have make_fx alone do it."""
-    fakes = _torch.fake_like(xs)
-    mine = _torch.trace(f, fakes)
-    fakes = _torch.fake_like(xs)
-    with fakes[0].fake_mode:
-        other = make_fx(lambda *xs: f(*xs), _allow_non_fake_inputs=True)(*fakes)
+    stand_ins = _torch.stand_ins_like(xs)
+    mine = _torch.trace(f, stand_ins)
+    stand_ins = _torch.stand_ins_like(xs)
+    with stand_ins[0].fake_mode:
+        other = make_fx(lambda *xs: f(*xs), _allow_non_fake_inputs=True)(*stand_ins)
     for graph in (mine.graph, other.graph):
         graph.eliminate_dead_code()
     return mine.graph, other.graph
@@ -117,7 +117,7 @@ def with_aliases(described: Any) -> Any:
 
 def test_numbers_that_are_written_through_views_are_read():
     x = torch.randn(4, 4)
-    gm = _torch.trace(lambda x: constants(x, x), _torch.fake_like([x]))
+    gm = _torch.trace(lambda x: constants(x, x), _torch.stand_ins_like([x]))
     assert all(torch.equal(a, b) for a, b in zip(gm(x), [7 * x, 6 * x, x], strict=True))
 
 
@@ -162,7 +162,7 @@ def test_nodes_say_whether_they_are_of_a_backward_pass():
     def f(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.func.grad(lambda x: (x.sin() * x).sum())(x).exp()]
 
-    graph = _torch.trace(f, _torch.fake_like([torch.ones(3)])).graph
+    graph = _torch.trace(f, _torch.stand_ins_like([torch.ones(3)])).graph
     of = {str(n.target): _torch.is_backward(n) for n in graph.nodes if n.op == "call_function"}
     assert of["aten.cos.default"] and not of["aten.sin.default"] and not of["aten.exp.default"]
 
@@ -173,7 +173,8 @@ def test_nodes_carry_their_source_line_and_the_users_annotations():
             y = x.sin()
         return [y.cos()]
 
-    sin, cos = [n for n in _torch.trace(f, _torch.fake_like([torch.ones(2)])).graph.nodes if n.op == "call_function"]
+    graph = _torch.trace(f, _torch.stand_ins_like([torch.ones(2)])).graph
+    sin, cos = [n for n in graph.nodes if n.op == "call_function"]
     assert [_torch.line_of(n).split(":")[0] for n in (sin, cos)] == [__file__, __file__]
     assert sin.meta["custom"]["mine"] == 3 and "mine" not in cos.meta["custom"]
 
@@ -194,7 +195,7 @@ def test_a_function_is_recorded_as_one_node_whose_results_are_its_items():
         first, second = one_node(x.sin())
         return [first, second.cos()]
 
-    gm = _torch.trace(f, _torch.fake_like([torch.ones(4)]))
+    gm = _torch.trace(f, _torch.stand_ins_like([torch.ones(4)]))
     assert calls(gm.graph) == [torch.ops.aten.sin.default, one_node, torch.ops.aten.cos.default]
     (node,) = [n for n in gm.graph.nodes if n.target is one_node]
     assert [tuple(x.shape) for x in node.meta["val"]] == [(1,), (3,)]
@@ -210,7 +211,7 @@ def test_under_a_transform_a_one_node_function_is_traced_as_its_operations():
             torch.func.grad(lambda v: one_node(v)[0].sum())(x[0]),
         ]
 
-    gm = _torch.trace(f, _torch.fake_like([torch.ones(2, 4)]))
+    gm = _torch.trace(f, _torch.stand_ins_like([torch.ones(2, 4)]))
     assert one_node not in calls(gm.graph)
     x = torch.randn(2, 4)
     assert all(torch.equal(a, b) for a, b in zip(gm(x), f(x), strict=True))
@@ -234,5 +235,5 @@ def test_results_after_a_none_keep_their_positions():
         return [slope]
 
     x, y = torch.randn(4, 1, 4), torch.randn(4, 1, 1)
-    gm = _torch.trace(f, _torch.fake_like([x, y]))
+    gm = _torch.trace(f, _torch.stand_ins_like([x, y]))
     assert torch.equal(gm(x, y)[0], f(x, y)[0])

@@ -199,7 +199,7 @@ def test_allow_in_graph_keeps_a_custom_backward_under_compile():
 
 def test_traces_keep_a_custom_backward_and_the_source_line():
     grad = torch.func.grad(lambda x: _Doubled.apply(x * 3).sum())
-    gm = _torch.trace(lambda x: [grad(x)], _torch.fake_like([torch.ones(2)]))
+    gm = _torch.trace(lambda x: [grad(x)], _torch.stand_ins_like([torch.ones(2)]))
     assert gm(torch.ones(2))[0].tolist() == [6, 6]
     lines = {_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function"}
     assert lines and all(line.split(":")[0] == __file__ for line in lines)
@@ -207,19 +207,19 @@ def test_traces_keep_a_custom_backward_and_the_source_line():
 
 def test_is_compiling_is_true_in_a_trace_alone():
     records = []
-    _torch.trace(lambda x: records.append(torch.compiler.is_compiling()) or [x], _torch.fake_like([torch.ones(2)]))
+    _torch.trace(lambda x: records.append(torch.compiler.is_compiling()) or [x], _torch.stand_ins_like([torch.ones(2)]))
     assert records == [True] and not torch.compiler.is_compiling()
 
 
 def test_stand_ins_may_lie_on_a_device_that_is_not_at_hand():
-    (x,) = _torch.fake_like([torch.ones(2, dtype=torch.bfloat16)])
-    _torch.fakes_on([x, 3, torch.ones(1)], "cuda")
+    (x,) = _torch.stand_ins_like([torch.ones(2, dtype=torch.bfloat16)])
+    _torch.set_stand_in_device([x, 3, torch.ones(1)], "cuda")
     assert x.device.type == "cuda" and (x + x).device == x.device and x.dtype == torch.bfloat16
 
 
 def test_traces_compute_nothing():
     state = torch.get_rng_state()
-    _torch.trace(lambda x: [x + torch.rand(2)], _torch.fake_like([torch.ones(2)]))
+    _torch.trace(lambda x: [x + torch.rand(2)], _torch.stand_ins_like([torch.ones(2)]))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -229,15 +229,15 @@ def test_functionalisation_removes_writes_and_keeps_lines():
         y[0].mul_(3)
         return [y]
 
-    fakes = _torch.fake_like([torch.ones(2)])
-    gm = _torch.functionalize(_torch.trace(f, fakes), fakes)
+    stand_ins = _torch.stand_ins_like([torch.ones(2)])
+    gm = _torch.functionalize(_torch.trace(f, stand_ins), stand_ins)
     assert not any(str(n.target).split(".")[1].endswith("_") for n in gm.graph.nodes if n.op == "call_function")
     assert gm(torch.ones(2))[0].tolist() == [6, 2]
     assert all(_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function")
 
 
 def test_storage_ids_tell_views_from_copies():
-    (x,) = _torch.fake_like([torch.ones(4)])
+    (x,) = _torch.stand_ins_like([torch.ones(4)])
     assert _torch.storage_id(x.view(2, 2)) == _torch.storage_id(x) != _torch.storage_id(x + 1)
 
 
@@ -247,9 +247,9 @@ has_compiler = pytest.mark.skipif(
 
 
 def compiled_by_inductor(f: Any, args: list[torch.Tensor]) -> Any:
-    fakes = _torch.fake_like(args)
-    traced = _torch.trace(f, fakes)
-    return _torch.inductor(traced, fakes, [n.meta["val"] for n in graph_results(traced.graph)])
+    stand_ins = _torch.stand_ins_like(args)
+    traced = _torch.trace(f, stand_ins)
+    return _torch.inductor(traced, stand_ins, [n.meta["val"] for n in graph_results(traced.graph)])
 
 
 @has_compiler
@@ -303,8 +303,8 @@ def test_inductor_code_for_a_symbolic_length_has_guards():
     def f(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.stack([x.view(2, 6).t()]) * 2]
 
-    fakes = _torch.fake_like([torch.ones(12)])
-    traced = _torch.trace(f, fakes)
+    stand_ins = _torch.stand_ins_like([torch.ones(12)])
+    traced = _torch.trace(f, stand_ins)
     (view,) = [n for n in traced.graph.nodes if "view" in str(n.target)]
 
     def arguments(n: Any) -> Any:

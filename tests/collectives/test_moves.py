@@ -130,7 +130,7 @@ def test_a_moved_replicated_value_stays_replicated(simulate):
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (5,)], ids=str)
 def test_a_move_of_a_fake_tensor_has_the_device_of_the_copy(shape):
-    """So that a step of another device can be planned: a fake of the device is not needed for its shapes."""
+    """A step of another device can then be planned: the device's stand-in is not needed for its shapes."""
     with FakeTensorMode():
         x = torch.empty(shape, dtype=torch.bfloat16)
         assert to_host(x).device.type == "cpu" and to_host(x).shape == shape

@@ -82,7 +82,7 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -
         importlib.import_module(f"fzero.graph.run.{name}") for name in ("_backends", "_segment_compiler")
     )
 
-    def inductor(gm: GraphModule, fakes: Any, made: Any) -> Any:
+    def inductor(gm: GraphModule, stand_ins: Any, made: Any) -> Any:
         if mesh.rank == mesh.size - 1 and any("tanh" in str(n.target) for n in gm.graph.nodes):
             raise RuntimeError("no space left on device")
         changed = any("tanh" in str(n.target) for n in gm.graph.nodes)
@@ -110,7 +110,7 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
         return lambda args: [x + 1 for x in gm.forward(*args[1:])], lambda n: True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "inductor", lambda gm, fakes, made: lambda args: gm.forward(*args))
+        patch.setattr(compiler, "inductor", lambda gm, stand_ins, made: lambda args: gm.forward(*args))
         patch.setattr(segment, "inductor_for_lengths", for_lengths)
         patch.setattr(lengths, "helpers", lambda cold: 0)
         patch.setattr(backends, "is_compiled", lambda code: True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from fzero._torch import c10d, fake_like, view_of
+from fzero._torch import c10d, stand_ins_like, view_of
 from fzero.graph.ir import GATHER_INTO, graph_results, is_collective, is_input
 from fzero.graph.run import _backends
 
@@ -45,7 +45,7 @@ def arguments(shapes: Sequence[tuple[int, ...]], beside: Sequence[int] = ()) -> 
 
 
 class Builder:
-    """Makes a graph operation by operation, running each on fake tensors."""
+    """Makes a graph operation by operation, running each on stand_in tensors."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Builder:
             self.junk = [self.graph.placeholder("t"), *[self.graph.call_function(aten.mm.default, ()) for _ in "abc"]]
             for node in reversed(self.junk):
                 self.graph.erase_node(node)
-        for i, (fake, label) in enumerate(zip(fake_like(arguments(shapes, beside)), labels, strict=True)):
+        for i, (stand_in, label) in enumerate(zip(stand_ins_like(arguments(shapes, beside)), labels, strict=True)):
             node = self.graph.placeholder(f"arg{i}")
-            node.meta = {"val": fake, **label}
+            node.meta = {"val": stand_in, **label}
             self.inputs.append(node)
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -542,17 +542,17 @@ def not_compiled(patch: pytest.MonkeyPatch) -> None:
     """Have segments run as they are, in Inductor's place."""
     patch.setattr(_backends, "is_compiled", lambda code: True)
     patch.setattr(
-        _backends, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.fakes)) for c in codes]
+        _backends, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.stand_ins)) for c in codes]
     )
 
 
-def boxed(gm: Any, fakes: Any) -> Any:
+def boxed(gm: Any, stand_ins: Any) -> Any:
     """In Inductor's place: run a segment's operations one by one, on arguments like those it was compiled for."""
 
     def call(args: list[Any]) -> Any:
         mine = tuple(args)
         args.clear()
-        assert [(x.shape, x.stride(), x.dtype) for x in mine] == [(x.shape, x.stride(), x.dtype) for x in fakes]
+        assert [(x.shape, x.stride(), x.dtype) for x in mine] == [(x.shape, x.stride(), x.dtype) for x in stand_ins]
         return gm.forward(*mine)
 
     return call

@@ -23,11 +23,11 @@ needs_compiler = pytest.mark.skipif(not COMPILER, reason="no compiler")
 
 
 def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
-    fakes = _torch.fake_like(xs)
-    graph = _torch.trace(f, fakes).graph
-    for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
+    stand_ins = _torch.stand_ins_like(xs)
+    graph = _torch.trace(f, stand_ins).graph
+    for node, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         node.meta["val"] = x
-    return Code(graph, fakes, [n.meta["val"] for n in graph_results(graph)], name or name_of_code(_key(graph)))
+    return Code(graph, stand_ins, [n.meta["val"] for n in graph_results(graph)], name or name_of_code(_key(graph)))
 
 
 def copied(values: Any) -> Any:

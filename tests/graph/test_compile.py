@@ -144,12 +144,12 @@ def test_a_graph_is_the_same_in_another_process():
         return [a.sum((0, 1), keepdim=True), torch.stack([b.to(torch.float16).max(1)[0], b[:, 0]]), z, y.argmax()]
 
     code = code_of(f, torch.ones(3, 4).t().contiguous().t(), torch.ones(2, dtype=torch.int64))
-    (make,) = _torch.unpickle_graphs(_torch.pickle_graphs([(code.graph, code.fakes, code.outputs)]))
-    graph, fakes, outputs = make()
-    for node, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
+    (make,) = _torch.unpickle_graphs(_torch.pickle_graphs([(code.graph, code.stand_ins, code.outputs)]))
+    graph, stand_ins, outputs = make()
+    for node, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         node.meta["val"] = x
     assert name_of_code(_key(graph)) == code.name
-    for there, here in ((fakes, code.fakes), (outputs, code.outputs)):
+    for there, here in ((stand_ins, code.stand_ins), (outputs, code.outputs)):
         assert [(x.shape, x.stride(), x.dtype, x.device) for x in there] == [
             (x.shape, x.stride(), x.dtype, x.device) for x in here
         ]
@@ -176,13 +176,13 @@ def test_segments_that_a_worker_compiled_are_loaded(other_settings, monkeypatch)
     for _ in range(5):  # longer, so that it is compiled first
         x = bad.call_function(torch.ops.aten.mm.default, (x, 3))
     bad.output((x,))
-    workers = _workers.start([Code(bad, good.fakes, [], "bad"), good], 1)
+    workers = _workers.start([Code(bad, good.stand_ins, [], "bad"), good], 1)
     for _ in range(600):
         if workers.are_done():
             break
         time.sleep(0.1)
     workers.stop()
-    assert is_compiled(good) and not is_compiled(Code(bad, good.fakes, [], "bad"))
+    assert is_compiled(good) and not is_compiled(Code(bad, good.stand_ins, [], "bad"))
     counters.clear()
     (runs,) = [runs for _, runs in compile_all([good], _segment_compiler.compile_and_mark)]
     assert counters["inductor"]["fxgraph_cache_hit"] == 1, dict(counters["inductor"])

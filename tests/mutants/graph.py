@@ -461,7 +461,7 @@ MUTANTS = [
         Fault(
             "tensors captured at different lengths need not be equal", "_formula", never("not all(A(B, C) for C in D)")
         ),
-        Fault("arguments with other strides use the code of the first strides", "AnyLength.entry", never("forms != A")),
+        Fault("arguments with other strides use the code of the first strides", "AnyLength.entry", never("sizes != A")),
         Fault("stand-ins keep the sizes of the first length", "_rewrite", becomes("A.get(id(val), val)", "val")),
         Fault("flops are those of the first length", "_rewrite", skipped("A.meta.pop('flops', None)")),
         Fault(

@@ -145,9 +145,7 @@ MUTANTS = [
             "Stages.uses",
             (swapped("in", "=="), becomes("(0, self.A)", "0")),
         ),
-        Fault(
-            "a block may return a tensor of another form", "check_same_form", never("A != B or C[0] != C[1]"), ERRORS
-        ),
+        Fault("a block may return a tensor of another form", "check_output", never("A != B or C[0] != C[1]"), ERRORS),
     ),
     *File("axes/lockstep.py", MESSAGES).faults(
         Fault("a message is sent without a copy", "send", bare("A().clone", at="2 of 2")),

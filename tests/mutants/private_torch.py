@@ -44,7 +44,9 @@ MUTANTS = [
             "StandInCache.call",
             becomes("(A, B, C, D(E))", "(A, B, C, ())"),
         ),
-        Fault("a cached stand-in of a view has memory of its own", "_form_of", becomes("A.get(storage_id(B))", "None")),
+        Fault(
+            "a cached stand-in of a view has memory of its own", "_metadata_of", becomes("A.get(storage_id(B))", "None")
+        ),
         Fault(
             "an alias of a stand-in is on the meta device", "alias_of", becomes("A.fake_device", "torch.device('meta')")
         ),
@@ -58,7 +60,7 @@ MUTANTS = [
             "StandInCache.call",
             becomes("_SHARED[A]", "_SHARED[torch.float32]"),
         ),
-        Fault("a cached stand-in lets its data be read", "_made", becomes("A._allow_unsafe_data_ptr_access", "True")),
+        Fault("a cached stand-in lets its data be read", "_make", becomes("A._allow_unsafe_data_ptr_access", "True")),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
         Fault(

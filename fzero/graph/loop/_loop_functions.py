@@ -30,15 +30,15 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     first_argument, *_ = loop.body.nodes
     outputs = graph_results(loop.body)
     end_of_rows = len(outputs) - loop.carried_count  # sums, then rows, then carried values
-    row_forms = [(x.shape, x.dtype, x.device) for n in outputs[loop.sum_count : end_of_rows] for x in stand_ins_of(n)]
-    carried_forms = [(x.shape, x.dtype, x.device) for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
+    row_stand_ins = [x for n in outputs[loop.sum_count : end_of_rows] for x in stand_ins_of(n)]
+    carried_stand_ins = [x for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
     first = len(loop.slices)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         """Run the loop's iterations one after the other, and return the sums, the rows and the carried values."""
         sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
-        rows = [torch.empty((loop.iterations, *s), dtype=dtype, device=device) for s, dtype, device in row_forms]
-        carried: list[Any] = [_pending_zeros(*x) for x in carried_forms]
+        rows = [torch.empty((loop.iterations, *x.shape), dtype=x.dtype, device=x.device) for x in row_stand_ins]
+        carried: list[Any] = [_pending_zeros(x.shape, x.dtype, x.device) for x in carried_stand_ins]
         for i in range(loop.iterations):
             iteration = torch.tensor(i, device="cpu") if first_argument.users else None
             slices = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.slices, strict=False)]
@@ -85,14 +85,14 @@ def pipeline_function(
     rank_schedule, first = loop.rank_schedule, len(loop.slices)
     regions = {g.region: (g, body) for g, body in zip(region_graphs, bodies, strict=True)}
     readers = Counter([x for g in region_graphs for x in g.inputs if isinstance(x, Residual)])
-    forms, device = _leaf_stand_ins(region_graphs)
+    leaves, device = _leaf_stand_ins(region_graphs)
     row = programs(rank_schedule.schedule)[rank_schedule.binding.rank]
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in rank_schedule.schedule.messages}
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         """Run this rank's row of the pipeline schedule, and return the sums."""
         iterations = _Iterations(
-            loop, inputs, dict(readers), StageMessages(rank_schedule.schedule, rank_schedule.binding, forms, device)
+            loop, inputs, dict(readers), StageMessages(rank_schedule.schedule, rank_schedule.binding, leaves, device)
         )
         for instruction in row:
             if not isinstance(instruction.operand, Action):
@@ -119,8 +119,8 @@ def _leaf_stand_ins(region_graphs: Sequence[RegionGraph]) -> tuple[list[torch.Te
         for value, n in [*zip(region_graph.inputs, inputs, strict=True), *outputs]:
             if isinstance(value, StageLeaf):
                 leaves[value.leaf] = stand_ins_of(n)[0]
-    forms = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
-    return forms, leaves[0].device if leaves else torch.device("cpu")
+    stand_ins = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
+    return stand_ins, leaves[0].device if leaves else torch.device("cpu")
 
 
 @dataclass

@@ -260,13 +260,13 @@ def is_loop_slice(node: Node) -> bool:
 # Shapes of the operations' results.
 
 
-def _fake(like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _stand_in(like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Make a stand-in from numbers alone: an operation on a constant's stand-in would give a constant, too."""
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
 
 
-def _fake_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _fake(x, x.shape, torch.empty_like(x).stride(), dtype)
+def _stand_in_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _stand_in(x, x.shape, torch.empty_like(x).stride(), dtype)
 
 
 @iteration.register_fake
@@ -276,17 +276,17 @@ def _(iterations: int) -> torch.Tensor:
 
 @loop_slice.register_fake
 def _(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    return _fake(x, [size if i == dim else n for i, n in enumerate(x.shape)], x.stride(), x.dtype)
+    return _stand_in(x, [size if i == dim else n for i, n in enumerate(x.shape)], x.stride(), x.dtype)
 
 
 @_sum_before.register_fake
 def _(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _fake_like(like, dtype)
+    return _stand_in_like(like, dtype)
 
 
 @_sum_after.register_fake
 def _(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    return _fake_like(before, before.dtype)
+    return _stand_in_like(before, before.dtype)
 
 
 @rows.register_fake
@@ -301,7 +301,7 @@ def _(iteration: torch.Tensor) -> torch.Tensor:
 
 @check_equal_runs.register_fake
 def _(x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
-    return _fake_like(x, x.dtype)
+    return _stand_in_like(x, x.dtype)
 
 
 # Under vmap.

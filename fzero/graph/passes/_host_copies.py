@@ -134,6 +134,6 @@ def _scaling_of(node: Node) -> tuple[Node, Node, bool] | None:
 def _call(graph: Graph, like: Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> Node:
     """Add an operation with the metadata of `like`, such as its source line."""
     node = graph.call_function(target, tuple(args), dict(kwargs or {}))
-    fakes = map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
-    node.meta = {**like.meta, "val": target(*fakes[0], **fakes[1])}
+    stand_ins = map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    node.meta = {**like.meta, "val": target(*stand_ins[0], **stand_ins[1])}
     return node

@@ -174,9 +174,9 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
 
     The graph must be functional: Inductor would drop the copy of a value that a collective overwrites.
     """
-    fakes = [n.meta["val"] for n in graph.nodes if is_input(n)]
+    stand_ins = [n.meta["val"] for n in graph.nodes if is_input(n)]
     outputs = [n.meta["val"] if isinstance(n, Node) else None for n in graph_results(graph)]
-    compiled = attempt(lambda: compile_graph(graph, fakes, outputs, "the whole step"))
+    compiled = attempt(lambda: compile_graph(graph, stand_ins, outputs, "the whole step"))
     refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.agreement_mesh)
     notify([*refusals.values()], demand.mesh, demand.strict)
     if refusals or isinstance(compiled, Refusal):

@@ -39,7 +39,7 @@ __all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "r
 # its result otherwise than its stand-in. Then the segment gets a copy in the traced layout.
 
 
-def _with_traced_layouts(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs:
+def _with_traced_layouts(runs: Runs, graph: Graph, stand_ins: Sequence[Any]) -> Runs:
     """Make a function that first copies the arguments whose layout differs from their stand-ins.
 
     The first call determines these arguments, since strides do not depend on values.
@@ -47,28 +47,27 @@ def _with_traced_layouts(runs: Runs, graph: Graph, fakes: Sequence[Any]) -> Runs
     Args:
         runs: the compiled code of a segment.
         graph: the segment.
-        fakes: stand-ins of its arguments.
+        stand_ins: stand-ins of its arguments.
     """
     mismatched: list[int] | None = None
 
     def run(args: list[Any]) -> Sequence[Any]:
         nonlocal mismatched
         if mismatched is None:
-            mismatched = _mismatches(args, fakes)
+            mismatched = _mismatches(args, stand_ins)
             _check_not_written(graph, mismatched)
         for i in mismatched:
-            fake = fakes[i]
-            args[i] = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=args[i].device).copy_(
-                args[i]
-            )
+            like = stand_ins[i]
+            memory = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[i].device)
+            args[i] = memory.copy_(args[i])
         return runs(args)
 
     return run
 
 
-def _mismatches(args: Sequence[Any], fakes: Sequence[Any]) -> list[int]:
-    pairs = enumerate(zip(args, fakes, strict=True))
-    return [i for i, (x, fake) in pairs if isinstance(fake, torch.Tensor) and not have_equal_strides(x, fake)]
+def _mismatches(args: Sequence[Any], stand_ins: Sequence[Any]) -> list[int]:
+    pairs = enumerate(zip(args, stand_ins, strict=True))
+    return [i for i, (x, like) in pairs if isinstance(like, torch.Tensor) and not have_equal_strides(x, like)]
 
 
 def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
@@ -196,7 +195,13 @@ def distinct_segments(program: Program) -> list[Code]:
     for segment in program.segments():
         segments.setdefault(name_of_code(segment.key), segment)
     return [
-        Code(graph=x.graph, fakes=x.fakes, outputs=x.outputs, name=name, location=f"segment {i} of {len(segments)}")
+        Code(
+            graph=x.graph,
+            stand_ins=x.stand_ins,
+            outputs=x.outputs,
+            name=name,
+            location=f"segment {i} of {len(segments)}",
+        )
         for i, (name, x) in enumerate(segments.items(), 1)
     ]
 
@@ -261,7 +266,7 @@ def _compiled_instruction(x: Any, compiled: Mapping[str, Runs]) -> _CompiledInst
         code = None if x.scalars else compiled.get(name_of_code(x.key))
         return _CompiledInstruction(
             is_segment=True,
-            f=run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.fakes),
+            f=run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.stand_ins),
             arguments=x.ins,
             out=x.outs,
             free=x.free,

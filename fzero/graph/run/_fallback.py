@@ -7,7 +7,7 @@ results of the uncompiled operations are finite.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule
@@ -75,11 +75,11 @@ def check_outputs(code: Code, runs: Runs) -> None:
         CompileError: if the code fails where the uncompiled operations do not, or if its results have other shapes,
             strides or dtypes. Also if a result is not finite where that of the uncompiled operations is.
     """
-    if not all(isinstance(x, torch.Tensor) for x in code.fakes):
+    if not all(isinstance(x, torch.Tensor) for x in code.stand_ins):
         return
-    with fork_random_state(x.device for x in code.fakes), torch.no_grad():
+    with fork_random_state(x.device for x in code.stand_ins), torch.no_grad():
         try:
-            outputs = list(runs([_zeros_like(x) for x in code.fakes]))
+            outputs = list(runs([_zeros_like(x) for x in code.stand_ins]))
         except Exception as error:
             if _uncompiled(code) is not None:
                 raise CompileError(
@@ -87,19 +87,19 @@ def check_outputs(code: Code, runs: Runs) -> None:
                 ) from error
             return  # the operations themselves fail on zeros, so nothing can be checked
     for i, (x, like) in enumerate(zip(outputs, code.outputs, strict=True)):
-        if _form(x) != _form(like) or not have_equal_strides(x, like):
-            reason = f"result {i} of its compiled code is {_shown(x)}, but was traced as {_shown(like)}"
+        if not _is_like(x, like) or not have_equal_strides(x, like):
+            reason = f"result {i} of its compiled code is {_show(x)}, but was traced as {_show(like)}"
             raise CompileError(describe_segment(code.graph, code.location), reason)
     if not all(bool(_finite(x).all()) for x in outputs):
         _check_finite(code, outputs)
 
 
-def _zeros_like(fake: torch.Tensor) -> torch.Tensor:
+def _zeros_like(x: torch.Tensor) -> torch.Tensor:
     """Make a tensor of zeros with the shape and strides of a stand-in."""
-    if not fake.numel():
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    reach = sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)) + 1
-    return torch.zeros(reach, dtype=fake.dtype, device=fake.device).as_strided(fake.shape, fake.stride())
+    if not x.numel():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    return torch.zeros(reach, dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride())
 
 
 def _check_finite(code: Code, outputs: Sequence[torch.Tensor]) -> None:
@@ -118,16 +118,16 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 def _uncompiled(code: Code) -> Sequence[torch.Tensor] | None:
     """Run the operations one by one on arguments of zeros. Return None if that fails."""
     try:
-        return GraphModule({}, code.graph).forward(*[_zeros_like(x) for x in code.fakes])
+        return GraphModule({}, code.graph).forward(*[_zeros_like(x) for x in code.stand_ins])
     except Exception:
         return None
 
 
-def _form(x: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(x.shape), x.dtype, x.device
+def _is_like(x: torch.Tensor, like: torch.Tensor) -> bool:
+    return x.shape == like.shape and x.dtype == like.dtype and x.device == like.device
 
 
-def _shown(x: torch.Tensor) -> str:
+def _show(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} with strides {list(x.stride())}"
 
 

@@ -56,7 +56,7 @@ class Segment(NamedTuple):
     Attributes:
         key: equal for segments with equal code.
         graph: the operations.
-        fakes: stand-ins of the arguments.
+        stand_ins: stand-ins of the arguments.
         outputs: stand-ins of the results.
         ins: the registers of the arguments.
         outs: the registers of the results.
@@ -67,7 +67,7 @@ class Segment(NamedTuple):
 
     key: Hashable
     graph: Graph
-    fakes: list[torch.Tensor]
+    stand_ins: list[torch.Tensor]
     outputs: list[torch.Tensor]
     ins: list[int]
     outs: list[int]
@@ -109,12 +109,12 @@ def segment(
     graph.eliminate_dead_code()
     for x in exports:
         register_of[x] = len(register_of)
-    fakes, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
+    stand_ins, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
     key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*subgraph}
     return Segment(
         key=key,
         graph=graph,
-        fakes=fakes,
+        stand_ins=stand_ins,
         outputs=outputs,
         ins=[register_of[x] for x in ins],
         outs=[register_of[x] for x in exports],

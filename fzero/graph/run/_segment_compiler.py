@@ -104,14 +104,14 @@ class Code(NamedTuple):
 
     Attributes:
         graph: the segment's operations.
-        fakes: stand-ins of its arguments.
+        stand_ins: stand-ins of its arguments.
         outputs: stand-ins of its results.
         name: the name of its files; equal for equal code.
         location: the segment's number, for errors: "segment 2 of 9".
     """
 
     graph: Graph
-    fakes: Sequence[torch.Tensor]
+    stand_ins: Sequence[torch.Tensor]
     outputs: Sequence[Any]
     name: str
     location: str = "a segment"
@@ -119,7 +119,7 @@ class Code(NamedTuple):
     @property
     def on_cpu(self) -> bool:
         """Whether it computes on the CPU alone."""
-        return all(x is None or x.device.type == "cpu" for x in self.fakes)  # a torch.Generator is None
+        return all(x is None or x.device.type == "cpu" for x in self.stand_ins)  # a torch.Generator is None
 
 
 class CompileError(RuntimeError):
@@ -142,7 +142,7 @@ def compile_and_mark(code: Code) -> Runs:
     Raises:
         CompileError: if Inductor cannot compile the segment. The message names its operations and their source lines.
     """
-    runs = compile_graph(code.graph, code.fakes, code.outputs, code.location)
+    runs = compile_graph(code.graph, code.stand_ins, code.outputs, code.location)
     mark_compiled(code)
     return runs
 
@@ -219,14 +219,14 @@ def _file(code: Code, suffix: str) -> Path:
     return folder / f"{code.name}.{suffix}"
 
 
-def compile_graph(graph: Graph, fakes: Sequence[torch.Tensor], outputs: Sequence[Any], location: str) -> Runs:
+def compile_graph(graph: Graph, stand_ins: Sequence[torch.Tensor], outputs: Sequence[Any], location: str) -> Runs:
     """Compile a graph with Inductor.
 
     Raises:
         CompileError: if that fails. The message names the operations and their source lines.
     """
     with compile_error(graph, location):
-        return inductor(GraphModule({}, graph), fakes, outputs)
+        return inductor(GraphModule({}, graph), stand_ins, outputs)
 
 
 @contextmanager

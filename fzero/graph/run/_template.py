@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from fzero._torch import Form, inductor_for_lengths
+from fzero._torch import TensorMetadata, inductor_for_lengths
 from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.ir import is_input
 from fzero.graph.run._segment_compiler import Code, Runs, compile_error, mark_compiled
@@ -53,17 +53,17 @@ def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
 
     count = sum(len(integers_in((n.args, n.kwargs))) for n in nodes)
 
-    def forms(length: Any) -> tuple[list[Form], list[Form]]:
+    def metadata(length: Any) -> tuple[list[TensorMetadata], list[TensorMetadata]]:
         numbers = iter(template.numbers[count:])
 
-        def form(x: torch.Tensor) -> Form:
+        def metadata_of(x: torch.Tensor) -> TensorMetadata:
             shape, strides = map_integers((tuple(x.shape), x.stride()), lambda _: next(numbers).at(length))
             return shape, strides, x.dtype, x.device
 
-        return [form(x) for x in code.fakes], [form(x) for x in code.outputs]
+        return [metadata_of(x) for x in code.stand_ins], [metadata_of(x) for x in code.outputs]
 
     with compile_error(code.graph, code.location):
-        functions = inductor_for_lengths(GraphModule({}, code.graph), arguments, forms, template.length)
+        functions = inductor_for_lengths(GraphModule({}, code.graph), arguments, metadata, template.length)
     mark_compiled(code._replace(name=template.name))
     return functions
 
@@ -77,13 +77,13 @@ def segment_structure(code: Code) -> Hashable:
             return "input"
         return str(n.target), repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
 
-    forms = [(x.dim(), x.dtype, x.device) for x in (*code.fakes, *code.outputs)]
-    return tuple([line(n) for n in code.graph.nodes]), tuple(forms), len(code.fakes)
+    values = [(x.dim(), x.dtype, x.device) for x in (*code.stand_ins, *code.outputs)]
+    return tuple([line(n) for n in code.graph.nodes]), tuple(values), len(code.stand_ins)
 
 
 def segment_integers(code: Code) -> tuple[int, ...]:
     """List the integers of a segment: those of its nodes' arguments, then the shapes and strides of its values."""
     numbers = [i for n in code.graph.nodes if n.op == "call_function" for i in integers_in((n.args, n.kwargs))]
-    for x in (*code.fakes, *code.outputs):
+    for x in (*code.stand_ins, *code.outputs):
         numbers += [*x.shape, *x.stride()]
     return tuple(numbers)

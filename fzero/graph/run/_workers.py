@@ -73,7 +73,7 @@ def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[s
     lookup = templates or {}
     lengths = [(lookup[c.name].length, lookup[c.name].numbers) if c.name in lookup else None for c in codes]
     try:
-        payload = pickle_graphs([(code.graph, code.fakes, code.outputs) for code in codes])
+        payload = pickle_graphs([(code.graph, code.stand_ins, code.outputs) for code in codes])
         data = pickle.dumps(([code.name for code in codes], lengths, payload))
     except Exception:  # a setting of Inductor or a constant cannot be pickled: this process compiles alone
         return Workers()

@@ -141,8 +141,8 @@ def match_results(
 
 
 def _fits(x: Any, y: torch.Tensor) -> bool:
-    has_same_form = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
-    return has_same_form and (y.device.type == "meta" or x.device == y.device)
+    is_alike = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
+    return is_alike and (y.device.type == "meta" or x.device == y.device)
 
 
 def _extent(x: torch.Tensor) -> int:

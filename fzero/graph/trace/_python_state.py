@@ -32,7 +32,7 @@ def refuse_python_state(name: str, f: Callable[..., Any]) -> Iterator[None]:
             )
     for key, value in _variables(f).items():
         before = variables.get(key)
-        if isinstance(value, list) and any(_torch.is_fake(x) for x in value[lengths.get(key, 0) :]):
+        if isinstance(value, list) and any(_torch.is_stand_in(x) for x in value[lengths.get(key, 0) :]):
             raise RuntimeError(
                 f"fzero.jit: {name} puts a tensor into the list {key!r}, and Python runs only while the step is "
                 "traced, where tensors have no values: return the tensor as a result of the step"

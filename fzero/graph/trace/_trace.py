@@ -51,8 +51,8 @@ def _erase_round_trips(graph: Graph) -> None:
             continue
         views, users = views_and_users(node)
         is_result = any(user.op == "output" for user in users)  # a result needs its own memory
-        has_same_form = signature(node.meta["val"]) == signature(source.meta["val"])
-        if has_same_form and not is_result and all(isinstance(view.target, OpOverload) for view in views):
+        is_alike = signature(node.meta["val"]) == signature(source.meta["val"])
+        if is_alike and not is_result and all(isinstance(view.target, OpOverload) for view in views):
             node.replace_all_uses_with(source)
             for view in views[1:]:  # they now lie in the source's memory
                 args, kwargs = map_arg((view.args, view.kwargs), lambda a: a.meta["val"])
@@ -89,12 +89,12 @@ class TracedGraph(NamedTuple):
     constants: tuple[Any, ...]
 
 
-def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence[dict[str, str]]) -> TracedGraph:
-    """Record the operations that `f(*fakes)` runs.
+def trace(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor], labels: Sequence[dict[str, str]]) -> TracedGraph:
+    """Record the operations that `f(*stand_ins)` runs.
 
     Args:
         f: a pure function that returns a flat list of tensors.
-        fakes: stand-ins for its arguments, without memory.
+        stand_ins: stand-ins for its arguments, without memory.
         labels: each argument's `label`, `kind` and `block`, for the plan, for errors, and for the segments' borders.
 
     Raises:
@@ -110,14 +110,14 @@ def trace(f: Callable[..., Any], fakes: Sequence[torch.Tensor], labels: Sequence
         return out
 
     with record() as log, _data_dependent_errors():
-        gm = _torch.trace(pure, fakes)
+        gm = _torch.trace(pure, stand_ins)
     expose_batch_norm_writes(gm.graph)
     _check_constants(gm)
     check_writes(gm.graph, labels)
     writers = {n: into for n in gm.graph.nodes if (into := writes(n))}
     if writers and not replace_writes(gm.graph, writers):
         with _data_dependent_errors():
-            gm = _torch.functionalize(gm, fakes)
+            gm = _torch.functionalize(gm, stand_ins)
     _erase_round_trips(gm.graph)
     traced = _lift_constants(gm)
     for node, label in zip(traced.graph.nodes, labels, strict=False):
@@ -148,7 +148,7 @@ def _check_constants(gm: GraphModule) -> None:
         RuntimeError: if it did. The message names the line that uses the value.
     """
     for node in gm.graph.nodes:
-        if node.op == "get_attr" and _torch.is_fake(getattr(gm, str(node.target))):
+        if node.op == "get_attr" and _torch.is_stand_in(getattr(gm, str(node.target))):
             line = next((_torch.line_of(user) for user in node.users), "")
             raise RuntimeError(
                 f"fzero.jit: the step uses{f' at {line}' if line else ''} a value that another trace computed. If an "
@@ -177,8 +177,8 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
             with graph.inserting_before(first):
                 arguments[key] = graph.placeholder(name)
             is_tensor = isinstance(value, torch.Tensor)  # else a torch.Generator
-            fake = _torch.fake_like([value], example)[0] if is_tensor else None
-            arguments[key].meta = {"val": fake, "label": f"captured {name}", "kind": "inputs"}
+            stand_in = _torch.stand_ins_like([value], example)[0] if is_tensor else None
+            arguments[key].meta = {"val": stand_in, "label": f"captured {name}", "kind": "inputs"}
             constants[name] = value
         node.replace_all_uses_with(arguments[key])
         graph.erase_node(node)

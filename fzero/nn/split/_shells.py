@@ -17,7 +17,7 @@ __all__ = [
     "BlockOrderError",
     "DependencyTracker",
     "HandoffError",
-    "OutputForm",
+    "OutputKind",
     "OutputReplacer",
     "Shell",
     "StopForward",
@@ -62,16 +62,16 @@ class _FirstValueOnly(tuple[Any, ...]):
         raise HandoffError("where it reads all values of a block,")
 
 
-class OutputForm(enum.Enum):
-    """The form in which a module expects a block's output: a tensor, a tuple's first value, or a tuple of one."""
+class OutputKind(enum.Enum):
+    """How a module expects a block's output: as a tensor, a tuple's first value, or a tuple of one."""
 
     TENSOR = "tensor"
     FIRST = "first"
     ONE = "one"
 
     def wrap(self, x: Any) -> Any:
-        """Wrap a value in this form."""
-        return {OutputForm.TENSOR: x, OutputForm.FIRST: _FirstValueOnly((x,)), OutputForm.ONE: (x,)}[self]
+        """Wrap a value as this kind."""
+        return {OutputKind.TENSOR: x, OutputKind.FIRST: _FirstValueOnly((x,)), OutputKind.ONE: (x,)}[self]
 
 
 class BlockArguments(NamedTuple):
@@ -123,13 +123,13 @@ class BlockHandler:
 
     Attributes:
         names: the names of the blocks.
-        form: the form in which the module expects a block's output.
+        output_kind: how the module expects a block's output.
         x: the value that passes from block to block.
         count: the number of blocks that were called.
     """
 
-    def __init__(self, names: tuple[str, ...], form: OutputForm) -> None:
-        self.names, self.form = names, form
+    def __init__(self, names: tuple[str, ...], output_kind: OutputKind) -> None:
+        self.names, self.output_kind = names, output_kind
         self.x: Any = None
         self.count = 0
         self._tokens: list[Token[BlockHandler]] = []
@@ -155,7 +155,7 @@ class BlockHandler:
             raise HandoffError(f"between {self.names[index - 1]!r} and {self.names[index]!r}")
         self.x = x
         self.on_block(index, arguments)
-        return self.form.wrap(self.x)
+        return self.output_kind.wrap(self.x)
 
     def on_block(self, index: int, arguments: BlockArguments) -> None:
         """Record a block's arguments, or replace `self.x`."""
@@ -169,8 +169,8 @@ class ArgumentRecorder(BlockHandler):
         arguments: the arguments of each block.
     """
 
-    def __init__(self, names: tuple[str, ...], form: OutputForm) -> None:
-        super().__init__(names, form)
+    def __init__(self, names: tuple[str, ...], output_kind: OutputKind) -> None:
+        super().__init__(names, output_kind)
         self.arguments: list[BlockArguments] = []
 
     def on_block(self, index: int, arguments: BlockArguments) -> None:
@@ -186,8 +186,8 @@ class ArgumentRecorder(BlockHandler):
 class OutputReplacer(BlockHandler):
     """Replaces the output of the last block by a given value."""
 
-    def __init__(self, names: tuple[str, ...], form: OutputForm, value: torch.Tensor) -> None:
-        super().__init__(names, form)
+    def __init__(self, names: tuple[str, ...], output_kind: OutputKind, value: torch.Tensor) -> None:
+        super().__init__(names, output_kind)
         self.value = value
 
     def on_block(self, index: int, arguments: BlockArguments) -> None:

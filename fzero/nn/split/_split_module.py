@@ -28,7 +28,7 @@ from fzero.nn.split._shells import (
     BlockOrderError,
     DependencyTracker,
     HandoffError,
-    OutputForm,
+    OutputKind,
     OutputReplacer,
     Shell,
     StopForward,
@@ -56,13 +56,13 @@ class _SplitCache:
     """Results that the calls of a `_SplitModule` keep for later calls.
 
     Attributes:
-        form: the form in which the module expects a block's output.
+        output_kind: how the module expects a block's output.
         calls: the torch functions that blocks call; see `fzero.nn.split._dynamic_block.run_dynamic_block`.
         checked_structures: the structures of batches whose block arguments were found to depend on no parameter.
     """
 
     def __init__(self) -> None:
-        self.form: OutputForm | None = None
+        self.output_kind: OutputKind | None = None
         self.calls: dict[Any, Any] = {}
         self.checked_structures: set[Any] = set()
 
@@ -162,9 +162,9 @@ class _SplitModule:
 
     def last(self, rest: NamedTensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, given the output `x` of its last block."""
-        form = self._cache.form or self._record(self.shell, rest, batch).form
+        output_kind = self._cache.output_kind or self._record(self.shell, rest, batch).output_kind
         x = x if self.tp is None or not self.tp.sequence else gather_tokens(x, self.tp.axis)
-        return self._run_shell(self.shell, rest, batch, OutputReplacer(self.names, form, x))
+        return self._run_shell(self.shell, rest, batch, OutputReplacer(self.names, output_kind, x))
 
     def join(self, params: Mapping[str, Any]) -> NamedTensors:
         """Return all parameters by their names in the module.
@@ -183,12 +183,12 @@ class _SplitModule:
     def _record(self, shell: Apply, rest: NamedTensors, batch: Any) -> ArgumentRecorder:
         """Run the module until its last block, and record the arguments of its blocks."""
         first_error: Exception | None = None
-        for form in [self._cache.form] if self._cache.form else [*OutputForm]:
-            records = ArgumentRecorder(self.names, form)
+        for output_kind in [self._cache.output_kind] if self._cache.output_kind else [*OutputKind]:
+            records = ArgumentRecorder(self.names, output_kind)
             try:
                 self._run_shell(shell, rest, batch, records)
             except StopForward:
-                self._cache.form = form
+                self._cache.output_kind = output_kind
                 return records
             except Exception as error:
                 if records.count == 0 or isinstance(error, BlockOrderError):
@@ -212,7 +212,7 @@ class _SplitModule:
     ) -> torch.Tensor:
         out, written = arguments.call(partial(self.blocks[index], params, constants), x)
         _check_constants(constants, written, f"{self.names[index]}.")
-        return _one_tensor(out, self.names[index], self._cache.form)
+        return _one_tensor(out, self.names[index], self._cache.output_kind)
 
 
 @api_boundary
@@ -335,10 +335,10 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def _one_tensor(out: Any, name: str, form: OutputForm | None) -> torch.Tensor:
+def _one_tensor(out: Any, name: str, output_kind: OutputKind | None) -> torch.Tensor:
     """Return a block's output tensor: its result, or the first item of a tuple whose other items the module ignores."""
     values = out if isinstance(out, tuple | list) else (out,)
-    has_more = form is not OutputForm.FIRST and any(x is not None for x in values[1:])
+    has_more = output_kind is not OutputKind.FIRST and any(x is not None for x in values[1:])
     if not values or not isinstance(values[0], torch.Tensor) or has_more:
         raise ValueError(
             f"block {name!r} returns {[type(x).__name__ for x in values]}: expected one tensor. A pipeline passes on "

@@ -18,7 +18,7 @@ __all__ = [
     "PipelineCache",
     "Stages",
     "ValueSpec",
-    "check_same_form",
+    "check_output",
     "loss_cotangent",
     "probe",
     "value_spec_of",
@@ -196,7 +196,7 @@ def value_spec_of(stages: Stages, params: FlatParams, tensors: Sequence[torch.Te
     All ranks run the same parts, so they meet in the parts' collectives, such as those of tensor parallelism.
 
     Raises:
-        TypeError: if a block changes the form of the value that it passes on.
+        TypeError: if a block changes the structure, shapes or dtypes of the value that it passes on.
     """
     call = stages.call_of(0)
     arguments = [*tensors, *tree.tensors(call.batch)]
@@ -214,14 +214,14 @@ def probe(stages: Stages, params: FlatParams, tensors: Sequence[torch.Tensor]) -
     block_slots = range(len(params.sizes))
     trees, rest = params.trees(block_slots, True, tensors)
     x = model.run_first(rest, call)
-    check_same_form("first", x, x)
-    check_same_form("block", x, model.run_block(trees[0], x, 0, call, stacked=True))
+    check_output("first", x, x)
+    check_output("block", x, model.run_block(trees[0], x, 0, call, stacked=True))
     total, _ = model.run_last(rest, x, call, stages.placement.depth)
     return ValueSpec(tree.map(lambda v: torch.empty_like(v, device="meta"), x), total.dtype, total.device)
 
 
-def check_same_form(name: str, x: Any, y: Any) -> None:
-    """Check that a block returns a tree of floating-point tensors of the same form as its input.
+def check_output(name: str, x: Any, y: Any) -> None:
+    """Check that a block returns a tree of floating-point tensors with the structure, shapes and dtypes of its input.
 
     Raises:
         TypeError: if it returns anything else.

@@ -16,7 +16,7 @@ from fzero._torch import allow_in_graph, tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
 from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall
-from fzero.parallel.pipeline._stage_functions import Stages, check_same_form
+from fzero.parallel.pipeline._stage_functions import Stages, check_output
 from fzero.parallel.schedules import PipelineSchedule
 
 __all__ = ["outputs_by_ticks", "run_ticks"]
@@ -67,7 +67,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
     for t in range(count + last):
         first_call = call_of(min(t, count - 1))
         first_x = first_call.run(model.run_first, rest, first_call)  # on any rank
-        check_same_form("first", first_x, first_x)
+        check_output("first", first_x, first_x)
         outputs = []
         for k, block_slots in enumerate(placement.chunks):
             m = t - own_stages[k]
@@ -80,7 +80,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
                 is_used = is_active & (own_blocks[block_slot] >= 0)
                 p, block_x = _mask_gradients(is_used, blocks[block_slot]), _mask_gradients(is_used, x)
                 y = call.run(model.run_block, p, block_x, own_blocks[block_slot].clamp(min=0), call, True)
-                check_same_form("block", x, y)
+                check_output("block", x, y)
                 x = _where(own_blocks[block_slot] < 0, x, y)
             outputs.append(x)
         if t >= last:

@@ -6,7 +6,7 @@
 | partition | replicated leaves to the rank's shard | pad: the rank's part, and zeros elsewhere |
 | all_reduce | the ranks' leaves to their sum | itself |
 
-The form `all_ranks` of a row computes for all ranks of a simulation at once, the form `local` for one rank of a
+The function `all_ranks` of a row computes for all ranks of a simulation at once, the function `local` for one rank of a
 process group. A unit may be sharded over several axes: the slowest axis divides the unit, the other axes its shards.
 """
 

@@ -63,7 +63,7 @@ def _compute_loss(
     Args:
         shape: the sizes of the model.
         options: how it is computed.
-        run: returns the forms of a block that the model uses in turn, such as `[fzero.remat(block)]`.
+        run: returns the variants of a block that the model uses in turn, such as `[fzero.remat(block)]`.
         params: the parameters, or their boxes.
         batch: as `make_batch` makes it.
     """
@@ -453,7 +453,7 @@ def _matrices(config: Configuration) -> Callable[..., Any]:
 
 
 def _forms_of_block(setting: bool | str, block: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Return the forms of a block that a model uses in turn, in a configuration's remat."""
+    """Return the variants of a block that a model uses in turn, in a configuration's remat."""
     if setting is False:
         return [block]
     if setting == EVERY_SECOND:

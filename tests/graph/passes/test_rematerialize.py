@@ -62,7 +62,7 @@ def mlp_step(*params: torch.Tensor) -> list[torch.Tensor]:
 def test_recompute_repeats_activation_functions_and_no_costly_or_random_operations():
     sizes = [torch.ones(64, 64) for _ in range(6)]
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(6)]
-    graph = trace(mlp_step, _torch.fake_like(sizes), labels).graph
+    graph = trace(mlp_step, _torch.stand_ins_like(sizes), labels).graph
     again = recompute(graph)
     before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
     assert after["gelu"] > before["gelu"] == 6
@@ -89,7 +89,7 @@ def test_recompute_keeps_no_value_alive_only_to_repeat_a_gradient():
     shapes = [(64,), *[shape for _ in range(6) for shape in ((64,), (64, 256), (256, 64))]]
     sizes = [torch.ones(*shape) for shape in shapes]
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(len(sizes))]
-    graph = trace(residual_step, _torch.fake_like(sizes), labels).graph
+    graph = trace(residual_step, _torch.stand_ins_like(sizes), labels).graph
     again = recompute(graph)
     before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
     assert after["gelu"] > before["gelu"] and after["native_layer_norm"] > before["native_layer_norm"]

@@ -16,9 +16,9 @@ Value = torch.Tensor
 
 
 def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
-    fakes = _torch.fake_like(args)
-    graph = _torch.trace(f, fakes).graph
-    for n, x in zip([n for n in graph.nodes if is_input(n)], fakes, strict=True):
+    stand_ins = _torch.stand_ins_like(args)
+    graph = _torch.trace(f, stand_ins).graph
+    for n, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         n.meta["val"] = x
     return graph
 
@@ -26,7 +26,7 @@ def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
 Inductor = Callable[[GraphModule, Any, Any], Any]
 
 
-def interpreted(gm: GraphModule, fakes: Any, outputs: Any) -> Any:
+def interpreted(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
     """In Inductor's place: run the operations one by one."""
 
     def run(args: list[Any]) -> list[Any]:

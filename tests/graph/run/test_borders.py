@@ -120,21 +120,21 @@ class Watched:
     def __init__(self) -> None:
         self.seen = 0
 
-    def __call__(self, runs: Any, graph: Graph, fakes: Sequence[Any]) -> Any:
+    def __call__(self, runs: Any, graph: Graph, stand_ins: Sequence[Any]) -> Any:
         outputs = [n.meta["val"] for n in graph_results(graph)]
 
         def run(args: list[Any]) -> Any:
-            self.check(args, fakes)
+            self.check(args, stand_ins)
             out = runs(args)
             self.check(out, outputs)
             return out
 
         return run
 
-    def check(self, xs: Sequence[Any], fakes: Sequence[Any]) -> None:
-        for x, fake in zip(xs, fakes, strict=True):
-            assert (x.shape, x.dtype) == (fake.shape, fake.dtype)
-            assert _torch.have_equal_strides(x, fake), (x.stride(), fake.stride())
+    def check(self, xs: Sequence[Any], stand_ins: Sequence[Any]) -> None:
+        for x, stand_in in zip(xs, stand_ins, strict=True):
+            assert (x.shape, x.dtype) == (stand_in.shape, stand_in.dtype)
+            assert _torch.have_equal_strides(x, stand_in), (x.stride(), stand_in.stride())
             self.seen += 1
 
 
@@ -218,8 +218,9 @@ def test_a_view_of_an_operand_with_other_strides_runs_as_a_reshape():
 
     args = [torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0))]
     graph = traced(f, args)
-    fakes, outputs = [n.meta["val"] for n in graph.nodes if is_input(n)], [n.meta["val"] for n in graph_results(graph)]
-    (got,) = compile_graph(graph, fakes, outputs, "a segment")([*args])
+    stand_ins = [n.meta["val"] for n in graph.nodes if is_input(n)]
+    outputs = [n.meta["val"] for n in graph_results(graph)]
+    (got,) = compile_graph(graph, stand_ins, outputs, "a segment")([*args])
     torch.testing.assert_close(got, f(*args)[0])
 
 

@@ -31,10 +31,10 @@ def has(gm: GraphModule, name: str) -> bool:
 def refusing(name: str, error: Exception) -> Inductor:
     """Make what compiles all but segments with an operation of this name."""
 
-    def inductor(gm: GraphModule, fakes: Any, outputs: Any) -> Any:
+    def inductor(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
         if has(gm, name):
             raise error
-        return interpreted(gm, fakes, outputs)
+        return interpreted(gm, stand_ins, outputs)
 
     return inductor
 
@@ -42,8 +42,8 @@ def refusing(name: str, error: Exception) -> Inductor:
 def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Inductor:
     """Make what changes the first result of segments that compute a tanh."""
 
-    def inductor(gm: GraphModule, fakes: Any, outputs: Any) -> Any:
-        runs = interpreted(gm, fakes, outputs)
+    def inductor(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
+        runs = interpreted(gm, stand_ins, outputs)
 
         def changed(args: list[Any]) -> list[Any]:
             first, *rest = runs(args)
@@ -148,7 +148,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
 
 def test_an_error_that_random_values_cause_is_not_blamed_on_the_compiler():
     code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
-    runs = interpreted(GraphModule({}, code.graph), code.fakes, code.outputs)
+    runs = interpreted(GraphModule({}, code.graph), code.stand_ins, code.outputs)
     with pytest.raises(torch.linalg.LinAlgError):
         runs([torch.zeros(3, 3)])
     check_outputs(code, runs)
@@ -160,7 +160,7 @@ def test_checking_compiled_code_draws_no_random_numbers_and_changes_no_tensor():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    check_outputs(code, interpreted(GraphModule({}, code.graph), code.fakes, code.outputs))
+    check_outputs(code, interpreted(GraphModule({}, code.graph), code.stand_ins, code.outputs))
     assert torch.equal(torch.rand(3), expected)
 
 

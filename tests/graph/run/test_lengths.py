@@ -98,9 +98,9 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
         return [x]
 
     graph = traced(f, args)
-    fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+    stand_ins = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     output_forms = [n.meta["val"] for n in fzero.graph.ir.graph_results(graph)]
-    return Code(graph, fakes, output_forms, name_of_code(_key(graph))), args
+    return Code(graph, stand_ins, output_forms, name_of_code(_key(graph))), args
 
 
 @pytest.mark.slow

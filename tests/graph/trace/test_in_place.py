@@ -71,7 +71,7 @@ OTHERS = [through_a_view, into_a_view, of_another_dtype, into_an_item, of_other_
 
 def in_place(f: Callable[[torch.Tensor], list[torch.Tensor]]) -> tuple[torch.fx.GraphModule, bool]:
     """Trace a function, replace its writes, and say whether they could be."""
-    gm = _torch.trace(f, _torch.fake_like([X]))
+    gm = _torch.trace(f, _torch.stand_ins_like([X]))
     return gm, replace_writes(gm.graph, {n: into for n in gm.graph.nodes if (into := writes(n))})
 
 
@@ -79,8 +79,8 @@ def in_place(f: Callable[[torch.Tensor], list[torch.Tensor]]) -> tuple[torch.fx.
 def test_writes_replaced_in_place_give_the_graph_of_a_second_trace(f):
     gm, done = in_place(f)
     gm.graph.lint()
-    fakes = _torch.fake_like([X])
-    twice = _torch.functionalize(_torch.trace(f, fakes), fakes).graph
+    stand_ins = _torch.stand_ins_like([X])
+    twice = _torch.functionalize(_torch.trace(f, stand_ins), stand_ins).graph
     assert done and not any(writes(n) for n in gm.graph.nodes)
     assert [n.format_node() for n in gm.graph.nodes] == [n.format_node() for n in twice.nodes]
     gm.recompile()
@@ -90,7 +90,7 @@ def test_writes_replaced_in_place_give_the_graph_of_a_second_trace(f):
 @pytest.mark.parametrize("f", OTHERS)
 def test_writes_that_cannot_be_replaced_are_left_to_a_second_trace(f):
     gm, done = in_place(f)
-    before = [n.format_node() for n in _torch.trace(f, _torch.fake_like([X])).graph.nodes]
+    before = [n.format_node() for n in _torch.trace(f, _torch.stand_ins_like([X])).graph.nodes]
     assert not done and [n.format_node() for n in gm.graph.nodes] == before
 
 

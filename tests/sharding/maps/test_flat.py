@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero._torch import fake_like, storage_id
+from fzero._torch import stand_ins_like, storage_id
 from fzero.graph.planning._live_ranges import peak_bytes as plan_peak
 from fzero.graph.run._executable import run_operations
 from fzero.graph.trace._trace import trace
@@ -60,8 +60,8 @@ def test_fake_tensors_are_viewed_as_flat_buffers_like_real_ones(shapes, front, b
     sizes = [torch.Size(shape).numel() for shape in shapes]
     arguments = sizes, [list(shape) for shape in shapes]
     real = torch.zeros(*front, before + sum(sizes))
-    (fake,) = fake_like([real])
-    actual = view_ranges.on_stand_ins(fake[..., before:], *arguments)
+    (stand_in,) = stand_ins_like([real])
+    actual = view_ranges.on_stand_ins(stand_in[..., before:], *arguments)
     expected = view_ranges(real[..., before:], *arguments)
     assert [(x.shape, x.stride(), x.storage_offset()) for x in actual if x.numel()] == [
         (x.shape, x.stride(), x.storage_offset()) for x in expected if x.numel()
@@ -74,6 +74,6 @@ def test_an_executor_flattens_with_no_memory_but_the_results():
     def step(x: torch.Tensor) -> list[torch.Tensor]:
         return [flatten_leaves([(x + 1).t(), (x + 2).t()], 0, 0)]
 
-    traced = trace(step, fake_like([torch.zeros(64, 32)]), [{"label": "x", "kind": "inputs"}]).graph
+    traced = trace(step, stand_ins_like([torch.zeros(64, 32)]), [{"label": "x", "kind": "inputs"}]).graph
     run, x = run_operations(traced), torch.randn(64, 32)
     assert plan_peak(traced) == peak_bytes(lambda: run([x])) + x.nbytes == 5 * x.nbytes
