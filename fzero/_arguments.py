@@ -8,7 +8,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-__all__ = ["check_choice", "check_int", "check_path", "did_you_mean", "is_int", "missing_names", "name_of"]
+__all__ = [
+    "check_callable",
+    "check_choice",
+    "check_int",
+    "check_path",
+    "check_remat",
+    "did_you_mean",
+    "is_int",
+    "missing_names",
+    "name_of",
+]
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -45,6 +55,28 @@ def check_int(name: str, value: Any, minimum: int = 1, meaning: str = "", maximu
         return value
     expected = f"an int, at least {minimum:,}" if maximum is None else f"an int from {minimum:,} to {maximum:,}"
     raise ValueError(f"{name}={value!r}: expected {f'{meaning}, ' if meaning else ''}{expected}")
+
+
+def check_callable(name: str, value: Any, expected: str = "a function") -> None:
+    """Check a function that the user gave, before it is called.
+
+    Args:
+        name: the name of the argument.
+        value: what the user gave for it.
+        expected: what is called, such as "a function (path, leaf) -> name", or how the call is written.
+
+    Raises:
+        TypeError: if the value cannot be called, such as the tree of a call with swapped arguments.
+
+    Example:
+        >>> check_callable("f", {"w": 1.0}, "a function of leaves, as in fzero.tree.map(f, tree)")
+        Traceback (most recent call last):
+        TypeError: f is {'w': 1.0}: expected a function of leaves, as in fzero.tree.map(f, tree)
+    """
+    if not callable(value):
+        text = repr(value)
+        given = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
+        raise TypeError(f"{name} is {given}: expected {expected}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | bool | None]) -> None:
@@ -100,6 +132,27 @@ def check_path(name: str, value: Any, expected: str, call: str = "") -> str:
     if not text or "\0" in text:
         raise ValueError(f"{name}={text!r}: expected {expected}")
     return text
+
+
+def check_remat(name: str, value: Any) -> None:
+    """Check which results a block saves if it runs again in the backward pass.
+
+    Args:
+        name: the name of the argument.
+        value: what the user gave for it: a bool, None, a name, or a function of an operation.
+
+    Raises:
+        ValueError: if the value is none of these.
+
+    Example:
+        >>> check_remat("remat", "matmul")
+        Traceback (most recent call last):
+        ValueError: remat='matmul': expected True, False, "matmuls", "host", or a function of an operation; did you ...
+    """
+    if not (value is None or isinstance(value, bool) or callable(value) or value in ("matmuls", "host")):
+        usual = "None" if name == "save" else "True, False"
+        hint = did_you_mean(value, ("matmuls", "host"))
+        raise ValueError(f'{name}={value!r}: expected {usual}, "matmuls", "host", or a function of an operation{hint}')
 
 
 def did_you_mean(value: Any, choices: Iterable[Any], form: str = '"{}"', cutoff: float = 0.6) -> str:

@@ -23,6 +23,8 @@ _WORDS = {
     "accumulate_grad_batches": ("micro_batches",),
     "accumulation": ("micro_batches",),
     "axis_name": ("axis",),
+    "batch_size": ("global_batch",),
+    "collate_fn": ("collate",),
     "donate_argnums": ("donate",),
     "gradient_accumulation_steps": ("micro_batches",),
     "level": ("stage",),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from fzero import optim, tree
+from fzero._arguments import check_callable
 from fzero.optim import OptimizerLike
 from fzero.parallel.pipeline import Pipeline
 from fzero.ranks import Mesh
@@ -117,6 +118,7 @@ def assert_equivalent(
         >>> params = {"w": torch.randn(3, 2, dtype=torch.float64)}
         >>> assert_equivalent(train_step, params, opt, [torch.randn(8, 3, dtype=torch.float64) for _ in range(3)])
     """
+    check_callable("train_step", train_step, "a function (params, opt_state, batch) -> (params, opt_state, ...)")
     options = options if pipeline is None else {"split": pipeline.split, **options}
     axes: list[dict[str, Any]] = [{"dp" if pipeline is None else pipeline.axis: n} for n in world_sizes]
     all_meshes = [make_mesh(simulate=True, **sizes) for sizes in axes] if meshes is None else list(meshes)
@@ -189,6 +191,7 @@ def is_exact_on_shards(opt: OptimizerLike, steps: int = 3) -> bool:
         shards = [partition(t, units=lambda path, leaf: "one unit") for t in (params, *grads)]
         return gather(train(shards[0], shards[1:]))
 
+    optim.chain(opt)  # raises for another value than an optimizer
     params, grads = random_tree(), [random_tree() for _ in range(steps)]
     sharded, full = make_mesh(simulate=True, dp=2).spmd(train_on_shards)(params, grads), train(params, grads)
     return all(torch.allclose(sharded[k], full[k], rtol=1e-9, atol=1e-12) for k in full)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fzero._arguments import missing_names
+from fzero._arguments import check_callable, missing_names
 from fzero._donated import check_not_donated
 from fzero._format import format_tensor
 from fzero._notice import trouble_link
 from fzero._torch import apply_to_groups, can_group, children_without_names, pytree, storage_id
+from fzero._tracebacks import api_boundary
 
 __all__ = ["Tree", "flatten", "flatten_with_paths", "map", "map_with_path", "numel", "tensors", "unflatten"]
 
@@ -48,6 +49,7 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     Raises:
         DonatedError: if a leaf was donated to a jitted step.
     """
+    _check_is_leaf(is_leaf)
     leaves, structure = pytree.tree_flatten(tree, is_leaf)
     _check_leaves(leaves)
     return leaves, structure
@@ -64,6 +66,11 @@ def _name(key: Any) -> str:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
+def _check_is_leaf(is_leaf: Callable[[Any], bool] | None) -> None:
+    if is_leaf is not None:
+        check_callable("is_leaf", is_leaf, "a function of a node that returns a bool")
+
+
 def _check_leaves(leaves: list[Any]) -> None:
     if not torch.compiler.is_compiling():
         check_not_donated(leaves)
@@ -71,6 +78,7 @@ def _check_leaves(leaves: list[Any]) -> None:
 
 def flatten_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
     """Flatten a tree into the dotted paths of its leaves, its leaves, and its structure."""
+    _check_is_leaf(is_leaf)
     try:
         pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf)
     except ValueError:  # a node registered without names for its children
@@ -155,6 +163,7 @@ def numel(tree: Tree) -> int:
     return sum(x.full_numel() if is_box(x) else x.numel() for x in leaves.values() if hasattr(x, "numel") or is_box(x))
 
 
+@api_boundary
 def map(f: Callable[..., Any], tree: Tree, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply `f` to the corresponding leaves of trees of one structure; `None` stays `None`.
 
@@ -176,6 +185,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Any, is_leaf: Callable[[Any], 
         >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 2, "b": None})
         {'a': 3, 'b': None}
     """
+    check_callable("f", f, "a function of leaves, as in fzero.tree.map(f, tree)")
     leaves, structure = flatten(tree, is_leaf)
     columns = [leaves_up_to(tree, other, is_leaf) for other in rest]
     results: dict[tuple[Any, ...], Any] = {}
@@ -219,8 +229,10 @@ def elementwise(f: Callable[..., Any], tree: Tree, *rest: Any) -> Any:
     return map(result, tree, *rest)
 
 
+@api_boundary
 def map_with_path(f: Callable[[str, Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply `f(path, leaf)` to every leaf; `None` stays `None`."""
+    check_callable("f", f, "a function (path, leaf), as in fzero.tree.map_with_path(f, tree)")
     paths, leaves, structure = flatten_with_paths(tree, is_leaf)
     return unflatten(structure, [None if x is None else f(p, x) for p, x in zip(paths, leaves, strict=True)])
 

@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from fzero._arguments import check_path
+from fzero._arguments import check_callable, check_path
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._error import CheckpointError
@@ -130,6 +130,7 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
         4128
     """
     files = files_at(path, call="fzero.checkpoint.verify(path)")
+    check_callable("progress", progress, "a function of the bytes read and of all bytes")
     manifest, nbytes = read_complete(files), 0
     for rank, at, size in _pages(manifest.layout, manifest):
         page = torch.empty(size, dtype=torch.uint8, device="cpu")

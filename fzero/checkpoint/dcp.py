@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fzero import tree
-from fzero._arguments import check_path
+from fzero._arguments import check_callable, check_path
 from fzero._torch import load_metadata, pytree
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
@@ -95,6 +95,8 @@ def _names_of(layout: TreeLayout, name: _Name | None) -> dict[str, str]:
     Raises:
         ValueError: if two of them have one name.
     """
+    if name is not None:
+        check_callable("name", name, "a function from a leaf's path to its name in the checkpoint")
     names = {path: path if name is None else name(path) for path in [*layout.leaf_index, *layout.values]}
     used = [(names[path], path) for path in layout.leaf_index]
     used += [(part, path) for path, value in layout.values.items() for part, _, _ in _flat(names[path], (), value)]

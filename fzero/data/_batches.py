@@ -10,7 +10,7 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
-from fzero.data._loading import BatchTarget, check_global_batch, check_padding, check_sized, load_batches
+from fzero.data._loading import BatchTarget, check_options, check_padding, check_sized, load_batches
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
@@ -71,7 +71,7 @@ def batches(
         True
     """
     check_sized(dataset)
-    check_global_batch(global_batch, mesh, axis, loader)
+    check_options(global_batch, mesh, axis, collate, loader)
     if global_batch > len(dataset):
         raise ValueError(
             f"global_batch={global_batch} exceeds the data set's {len(dataset)} examples: use a smaller one, or "

@@ -1,5 +1,6 @@
 """Loading: torch's DataLoader loads each rank's examples of a batch, and a box holds them."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -7,17 +8,35 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fzero._arguments import check_int
+from fzero._arguments import check_callable, check_int, did_you_mean
 from fzero._tracebacks import UserFrames
 from fzero.axes import AxisName, BatchSplit
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
 
-__all__ = ["BatchTarget", "check_global_batch", "check_padding", "check_sized", "load_batches"]
+__all__ = ["BatchTarget", "check_options", "check_padding", "check_sized", "load_batches"]
 
 
-_RESERVED = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator")
+_BATCH = "global_batch=, the examples of a batch over all ranks"
+_INSTEAD = {  # of options of torch's DataLoader that are fixed here, and of names that other libraries have
+    "batch_sampler": "use seed= and shuffle=, or a data set that has the examples in your order",
+    "batch_size": f"use {_BATCH}",
+    "collate_fn": "use collate=",
+    "drop_last": "batches drops the last examples, and fzero.data.once repeats them",
+    "epochs": "use a range of steps: data.steps(0, epochs * data.per_epoch)",
+    "generator": "use seed=",
+    "micro_batch_size": f"use {_BATCH}; fzero.value_and_grad(micro_batches=) divides it",
+    "num_epochs": "use a range of steps: data.steps(0, num_epochs * data.per_epoch)",
+    "num_replicas": "use the mesh",
+    "per_device_train_batch_size": f"use {_BATCH}",
+    "rank": "use the mesh",
+    "sampler": "use seed= and shuffle=, or a data set that has the examples in your order",
+    "shuffle": "use fzero.data.batches, which has shuffle=; fzero.data.once keeps the order",
+    "train_batch_size": f"use {_BATCH}",
+    "world_size": "use the mesh",
+}
+_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset", *_INSTEAD}
 
 
 class BatchTarget(NamedTuple):
@@ -136,15 +155,17 @@ def check_padding(pad: Padding | None, dataset: Any, global_batch: int) -> None:
         )
 
 
-def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: Mapping[str, Any]) -> None:
-    """Check that the ranks can share a batch, and that no option is reserved.
+def check_options(global_batch: Any, mesh: Mesh, axis: AxisName, collate: Any, options: Mapping[str, Any]) -> None:
+    """Check that the ranks can share a batch, and that the loader has each option.
 
     Raises:
-        TypeError: if `mesh` is not a mesh, `global_batch` is not an int, or an option is reserved.
+        TypeError: if `mesh` is not a mesh, `collate` is not a function, or an option is unknown or reserved.
         ValueError: if the ranks do not divide `global_batch`, or it is below 1.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}: expected a mesh, such as fzero.mesh returns")
+    if collate is not None:
+        check_callable("collate", collate, "a function of a list of examples")
     check_int("global_batch", global_batch, 1, "a number of examples")
     n = _ranks_along(mesh, axis)
     if global_batch % n:
@@ -152,7 +173,9 @@ def check_global_batch(global_batch: Any, mesh: Mesh, axis: AxisName, options: M
             f"global_batch={global_batch} is not a multiple of the {n} ranks of {mesh!r}: use "
             f"{global_batch // n * n or n}"
         )
-    if reserved := [name for name in options if name in _RESERVED]:
-        raise TypeError(
-            f"{reserved[0]}= cannot be passed to torch's DataLoader here: use global_batch, shuffle, seed or collate"
-        )
+    for name in options:
+        if name in _INSTEAD:
+            raise TypeError(f"{name}= is no option of fzero.data: {_INSTEAD[name]}")
+        if name not in _OPTIONS:
+            hint = did_you_mean(name, [*_OPTIONS, "global_batch", "seed", "axis", "collate", "pad"], "{}=")
+            raise TypeError(f"{name}= is an option neither of fzero.data nor of torch's DataLoader{hint}")

@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
-from fzero.data._loading import BatchTarget, check_global_batch, check_padding, check_sized, load_batches
+from fzero.data._loading import BatchTarget, check_options, check_padding, check_sized, load_batches
 from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
@@ -88,7 +88,7 @@ def once(
         [[4, 4], [4, 4]] 1
     """
     check_sized(dataset)
-    check_global_batch(global_batch, mesh, axis, loader)
+    check_options(global_batch, mesh, axis, collate, loader)
     check_padding(pad, dataset, global_batch)
     length = len(dataset)
     starts = range(0, length, global_batch)

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from torch.distributed import DistError, destroy_process_group
 
-from fzero._arguments import check_int, check_path
+from fzero._arguments import check_callable, check_int, check_path
 from fzero._liveness import LostRankError, current_heartbeat
 from fzero._notice import warn_once
 from fzero._torch.types import StrPath
@@ -266,8 +266,7 @@ def _check_arguments(train: Any, numbers: Mapping[str, Any], axes: Mapping[str, 
     for name, n in numbers.items():
         if n is not None or name not in ("micro_batch", "simulated_ranks"):
             check_int(name, n, 1)
-    if not callable(train):
-        raise TypeError(f"train is {train!r}: expected a function of an ElasticRun")
+    check_callable("train", train, "a function of an ElasticRun, as in fzero.elastic.run(train, root, steps=100)")
     if not axes:
         raise ValueError(
             "elastic.run needs the axes of its mesh: dp=-1 is an axis that grows and shrinks with the ranks"

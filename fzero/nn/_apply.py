@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_callable
 from fzero._torch import is_tracing
 from fzero._torch.levels import is_differentiated
 from fzero._torch.types import NamedTensors
@@ -124,6 +125,7 @@ class Apply:
             >>> decay(params, buffers)[0].shape
             torch.Size([])
         """
+        check_callable("f", f, "a function of the module and further arguments")
 
         def run(params: NamedTensors, buffers: NamedTensors, *args: Any, **kwargs: Any) -> tuple[Any, NamedTensors]:
             return self._call(f, params, buffers, args, kwargs)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_remat
 from fzero._torch.modules import persistent_buffers
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
@@ -131,6 +132,7 @@ def functional(
         install_lazy_logits(copied, head, tp)
     if context_axis is not None:
         install_context(copied, context_axis)
+    check_remat("remat", remat)
     blocks = remat_blocks(copied, None if remat is True else remat, mutable | scratch) if remat else ()
     apply = Apply(
         module=copied,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRules
 from fzero.nn._context import with_context
@@ -125,8 +126,9 @@ def pipeline(
         >>> list(join(grads)) == [name for name, _ in sorted(module.named_parameters(), key=lambda p: p[0][0] != "1")]
         True
     """
-    if not callable(loss):
-        raise TypeError(f"fzero.nn.pipeline: loss={loss!r}: expected a function (output, batch) -> (total, weight)")
+    check_callable("fzero.nn.pipeline: loss", loss, "a function (output, batch) -> (total, weight)")
+    if inputs is not None:
+        check_callable("fzero.nn.pipeline: inputs", inputs, "a function of the batch")
     module = module if context is None else with_context(module, context)
     split_model, params = split_module(module, blocks, tp, ignore_writes)
     inputs_of = inputs or (lambda batch: batch)

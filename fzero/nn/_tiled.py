@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._arguments import check_int, is_int
+from fzero._arguments import check_callable, check_int, is_int
 from fzero._torch import in_chunk
 from fzero._tracebacks import api_boundary
 from fzero.transforms import remat
@@ -45,6 +45,7 @@ def tiled(f: Callable[..., Any], chunk: int, *, dim: int = -2) -> Callable[..., 
     References:
         Bekman et al.: Arctic Long Sequence Training, arXiv:2506.13996.
     """
+    check_callable("f", f, "a function of tokens, as in fzero.nn.tiled(f, chunk)(x)")
     check_int("chunk", chunk, 1)
 
     def run_tile(index: int, x: torch.Tensor, *args: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero._arguments import check_int, check_path
+from fzero._arguments import check_callable, check_int, check_path
 from fzero._report import FigureReport
 from fzero._torch import profiling, wait_for_device
 from fzero._tracebacks import api_boundary
@@ -218,6 +218,7 @@ def profile(
 
 def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
     """Raise an error for numbers, a path or a step that cannot be profiled."""
+    check_callable("step", step, "a function, as in fzero.profile(step, params, opt_state, batch)")
     check_int("steps", steps)
     check_int("warmup", warmup, 0)
     if trace is not None and not Path(check_path("trace", trace, "the path of a file")).absolute().parent.is_dir():

@@ -11,7 +11,7 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
-from fzero.optim._base import Mask, Optimizer, Params, Updates
+from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask
 from fzero.optim._hyperparams import Scalar, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule
@@ -274,6 +274,7 @@ def adafactor(
         tensor([-0.1000, -0.1000, -0.1000])
     """
     check_rate(learning_rate)
+    check_mask(mask)
     check_nonnegative(decay_rate=decay_rate, eps_scale=eps_scale, weight_decay=weight_decay)
     check_positive(clipping_threshold=clipping_threshold)
     if eps is not None:

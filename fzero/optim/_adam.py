@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain, check_mask
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._norms import leaf_norms
@@ -85,6 +85,7 @@ def adamw(
         >>> opt = adamw(3e-4, mask=lambda params: tree.map(lambda p: p.ndim >= 2, params))
     """
     check_rate(learning_rate)
+    check_mask(mask)
     check_fraction(b1=b1, b2=b2)
     check_nonnegative(eps=eps, weight_decay=weight_decay)
     policy = moments_of(moments)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from fzero import tree
-from fzero._tracebacks import api_boundary
+from fzero._arguments import check_callable
+from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
 from fzero.optim.checks import check_has_method, check_updates, checks_gradients, mark_role
@@ -25,6 +28,7 @@ __all__ = [
     "apply_updates",
     "as_optimizer",
     "chain",
+    "check_mask",
     "find_state",
     "wrap_optimizers",
 ]
@@ -66,6 +70,7 @@ class OptimizerLike(Protocol):
         ...
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class Optimizer:
     """An (init, update) pair. It unpacks: `init, update = opt`.
@@ -101,6 +106,8 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         """Let every update check its gradients."""
+        check_callable("init", self.init, "a function (params) -> state")
+        check_callable("update", self.update, "a function (grads, state, params) -> (updates, state)")
         object.__setattr__(self, "update", checks_gradients(self.update))
 
     @property
@@ -125,6 +132,20 @@ class Optimizer:
         params = params if self.precision is None else self.precision.cast(params)
         ratio = self.param_offload_ratio
         return offload_params(params, ratio, self.precision) if ratio else params
+
+
+def check_mask(mask: Mask | None) -> None:
+    """Check that a mask is a function or a tree of bools, before it is applied to parameters.
+
+    Raises:
+        TypeError: if it is neither, such as a list of names.
+    """
+    is_function = mask is None or callable(mask)
+    if not is_function and not all(isinstance(x, bool | torch.Tensor) or x is None for x in tree.flatten(mask)[0]):
+        raise TypeError(
+            f"mask is {tree.show(mask)}: expected a tree of bools like the parameters, or a function that makes one: "
+            "lambda params: fzero.tree.map(lambda p: p.ndim >= 2, params)"
+        )
 
 
 def as_optimizer(opt: OptimizerLike) -> Optimizer:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
+from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, check_mask
 from fzero.optim._hyperparams import Scalar, check_nonnegative, is_zero
 from fzero.optim._schedules import Schedule
 from fzero.sharding import per_leaf
@@ -63,6 +64,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
         >>> updates
         {'w': tensor(1.)}
     """
+    check_callable("schedule", schedule, "a function of the number of updates; for a number see optim.scale")
 
     def init(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -150,6 +152,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Optim
         {'w': tensor(1.2000)}
     """
     check_nonnegative(weight_decay=weight_decay)
+    check_mask(mask)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         if is_zero(weight_decay):

@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._arguments import check_choice
 from fzero.axes import join_axes
 from fzero.collectives import NO_AXIS, AssignmentOptions, DimOptions, all_gather, apply, own_part
-from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain
+from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain, check_mask
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, lerp, rate_at
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import torch_hints
@@ -234,6 +234,7 @@ def muon(
         https://kellerjordan.github.io/posts/muon, arXiv:2502.16982
     """
     check_rate(learning_rate)
+    check_mask(mask)
     check_fraction(momentum=momentum)
     check_nonnegative(eps=eps, weight_decay=weight_decay, ns_steps=ns_steps)
     check_choice("adjust_lr_fn", adjust_lr_fn, tuple(_SCALES))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
 
 __all__ = [
@@ -197,6 +198,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         >>> [schedule(torch.tensor(t)).item() for t in (0, 5, 50, 90, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
+    for i, part in enumerate(schedules):
+        check_callable(f"schedule {i}", part, "a function of the number of updates, such as optim.constant(0.1)")
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(set(boundaries)):
         raise ValueError(
             f"boundaries={list(boundaries)}: expected {len(schedules) - 1} increasing numbers, "

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from fzero._arguments import is_int
+from fzero._arguments import check_int, is_int
 from fzero._format import format_tensor
+from fzero._tracebacks import api_boundary
 
 __all__ = ["bits", "bits_at", "check_key", "fold_in", "key", "mix_bits", "split"]
 
@@ -63,6 +64,7 @@ def check_key(key: Any) -> None:
         raise TypeError(f"key is {text}: expected an int64 tensor of shape [], as fzero.random.key(seed) makes it")
 
 
+@api_boundary
 def key(seed: int) -> torch.Tensor:
     """Make a key from a seed.
 
@@ -81,10 +83,11 @@ def key(seed: int) -> torch.Tensor:
         tensor([0.6317, 0.1810, 0.4268])
     """
     if not is_int(seed):
-        raise TypeError(f"seed={seed!r}: expected an int")
+        raise TypeError(f"seed={seed!r}: expected an int; for a key of a key see fzero.random.fold_in")
     return _mix(torch.tensor(_SECOND, device="cpu"), _signed(seed))
 
 
+@api_boundary
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     """Make a new key from a key and a number, such as the number of the step, the layer or the rank.
 
@@ -115,6 +118,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     return _mix(key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
 
 
+@api_boundary
 def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
     """Make several keys from one.
 
@@ -127,6 +131,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
 
     Raises:
         TypeError: if `key` is not a key.
+        ValueError: if `num` is not an int, or is below 0.
 
     Example:
         >>> from fzero import random
@@ -135,6 +140,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
         torch.Size([3])
     """
     check_key(key)
+    check_int("num", num, 0, "a number of keys")
     return _mix(key + _SPLIT, torch.arange(num, device=key.device))
 
 

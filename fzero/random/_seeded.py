@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from fzero._arguments import check_callable
 from fzero._torch import TorchDispatchMode
 from fzero._torch.levels import vmaps
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_index, axis_names, loss_axes, micro_batch
 from fzero.random import _draws, _torch_draws
 from fzero.random._keys import check_key, fold_in
@@ -83,6 +85,7 @@ _BODIES: dict[Any, Any] = {
 """torch's Python functions that make draws -> their bodies."""
 
 
+@api_boundary
 def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that takes a key as its first argument and draws all its random numbers from it.
 
@@ -126,6 +129,7 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
         tensor([[2., 0., 0., 2., 0., 0.],
                 [2., 0., 2., 2., 0., 0.]])
     """
+    check_callable("f", f, "a function, as in fzero.random.seeded(f)(key, x)")
 
     def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         check_key(key)

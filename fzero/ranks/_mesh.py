@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
-from fzero._arguments import check_choice
+from fzero._arguments import check_callable, check_choice
 from fzero._notice import trouble_link
 from fzero._torch import group_of
 from fzero._tracebacks import api_boundary, api_boundary_with
@@ -386,6 +386,7 @@ class Mesh:
         """
         return tree.map(lambda x: device_put(x, self.device), values)
 
+    @api_boundary
     def spmd(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function that runs a rank program on every rank: JAX's shard_map, with layouts stored in the values.
 
@@ -406,6 +407,7 @@ class Mesh:
             >>> m.spmd(lambda x: fzero.collectives.pmean(x.sum()))(m.split(torch.arange(4.0)))
             tensor(3.)
         """
+        check_callable("program", program, "a function, as in mesh.spmd(program)(batch)")
         return Spmd(self, program)
 
 

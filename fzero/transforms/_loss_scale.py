@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_callable
 from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph
 from fzero._tracebacks import api_boundary
@@ -75,6 +76,7 @@ def scaled_value_and_grad(
         >>> scaled_value_and_grad(f, 1024.0)(torch.ones(1))
         (tensor(9.5367e-07), tensor([9.5367e-07]))
     """
+    check_callable("f", f, "a loss function, as in fzero.scaled_value_and_grad(loss_fn, scale)(params, batch)")
     if not isinstance(scale, torch.Tensor | float | int):
         advice = "; pass its scale, opt_state.scale" if hasattr(scale, "scale") else ""
         raise TypeError(f"scale is a {type(scale).__name__}, expected a positive number, or a 0-d tensor{advice}")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fzero._arguments import did_you_mean
+from fzero._arguments import check_callable, check_remat
 from fzero._torch import in_transform, storage_id
 from fzero._torch.types import Tensors
 from fzero._tracebacks import api_boundary
@@ -305,11 +305,10 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
         >>> torch.func.grad(loss)(p)["w"].equal(torch.func.grad(lambda p: block(p, x).sum())(p)["w"])
         True
     """
+    check_callable("block", block, "a function, as in fzero.remat(block)(params, x)")
+    check_remat("save", save)
     uses_host = save == "host"
     save_filter = None if uses_host else is_matmul if save == "matmuls" else save
-    if isinstance(save_filter, str) or not (save_filter is None or callable(save_filter)):
-        hint = did_you_mean(save, ["matmuls", "host"])
-        raise ValueError(f'save={save!r}: expected None, "matmuls", "host", or a function of an operation{hint}')
 
     @functools.wraps(block)
     def seeded_block(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from fzero._arguments import check_choice, check_int
+from fzero._arguments import check_callable, check_choice, check_int
 from fzero._format import format_bytes, format_seconds
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
@@ -435,6 +435,8 @@ def tune(
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):
         raise ValueError(f"margin={margin!r}: expected a share of the memory, from 0 to less than 1")
     check_int("workers", workers)
+    if on_result is not None:
+        check_callable("on_result", on_result, "a function of a row")
     bounds = None if max_rows is None else _bounds_of(make_step, check_int("max_rows", max_rows))
     budget = _budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import check_callable
 from fzero._dtypes import sum_dtype
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import AxisName, axis_index
@@ -69,6 +70,7 @@ def evaluate(
         {'error': 1.2}
     """
     axes = _example_axes(step, axis)
+    check_callable("f", f, "a function (params, ..., batch) -> a tree of values, one for each example")
 
     def totals(*args: Any) -> Any:
         """Return the sums of the values over the first rows of the global batch, and of their weights."""
@@ -132,6 +134,7 @@ def predict(
         tensor([0., 2., 4., 6., 8.])
     """
     axes = _example_axes(step, axis)
+    check_callable("f", f, "a function (params, ..., batch) -> a tree of outputs, one row for each example")
 
     def gathered_outputs(*args: Any) -> Any:
         *trees, batch = args

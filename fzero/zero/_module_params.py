@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fzero._arguments import check_callable
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 
@@ -78,6 +79,10 @@ def initializer(
         >>> {name: p.shape for name, p in initializer(module)().items()}
         {'weight': torch.Size([2, 3]), 'bias': torch.Size([2])}
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module, built on the meta device")
+    if init is not None:
+        check_callable("init", init, "a function that fills a submodule, such as model._init_weights")
 
     def make() -> NamedTensors:
         """Return the module's parameters, initialised one submodule after the other, so that few exist at a time."""

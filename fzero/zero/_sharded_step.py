@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from fzero import tree
+from fzero._arguments import check_callable
 from fzero._liveness import publish_step
 from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
@@ -157,8 +158,10 @@ class ShardedStep:
             return False
         return self._history.is_first if self.check == "first" else bool(self.check)
 
+    @api_boundary
     def program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Make a rank program of `f` that runs on the step's mesh, with the step's axes and rules as defaults."""
+        check_callable("f", f, "a function that each rank runs, as in step.program(f)(params, batch)")
         return Spmd(self.mesh, f, self.axis, self.rules)
 
     def on_mesh(self, mesh: Mesh) -> "ShardedStep":

@@ -116,7 +116,11 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda m: data.batches([1, 2, 3], m, global_batch=3), ValueError, r"not a multiple of the 2 ranks .*: use 2$"),
     (lambda m: data.batches([1, 2], m, global_batch=0), ValueError, "expected a number of examples"),
     (lambda m: data.batches([1, 2], m, global_batch=True), ValueError, "expected a number of examples"),
-    (lambda m: data.batches([1, 2], m, global_batch=2, sampler=1), TypeError, "sampler= cannot be passed"),
+    (
+        lambda m: data.batches([1, 2], m, global_batch=2, sampler=1),
+        TypeError,
+        "sampler= is no option of fzero.data: use seed= and shuffle=",
+    ),
     (lambda m: data.batches([1, 2], 2, global_batch=2), TypeError, "expected a mesh, such as fzero.mesh returns"),
     (lambda m: data.batches([1, 2], m, global_batch=2).steps(-1), ValueError, "expected numbers of steps"),
     (lambda m: data.batches([1, 2], m, global_batch=2)[-1], IndexError, "batch numbers are 0 or more"),

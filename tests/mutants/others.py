@@ -31,6 +31,9 @@ MUTANTS = [
         Fault("a name in other letters is not near", "did_you_mean", bare("A.lower()", at="2 of 2")),
         Fault("another library's name is answered with the nearest", "missing_names", never("A and name in A")),
     ),
+    *File("_arguments.py", ("tests/errors/test_callables.py",)).faults(
+        Fault("a tree passes as a function", "check_callable", never("not callable(A)")),
+    ),
     *File("_arguments.py", ("tests/errors/test_paths.py",)).faults(
         Fault("an empty path passes", "check_path", dropped("not A")),
         Fault("a tree passes as a path", "check_path", never("not isinstance(A, B)")),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from fzero._arguments import check_callable
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
 from fzero.checkpoint._agree import all_or_none, check_same_on_ranks
@@ -57,6 +58,7 @@ def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> li
         TypeError: if a leaf is not a tensor, a leaf differs by rank, or `name` returns no string. The message names
             the leaf's path.
     """
+    check_callable("name", name, "a function from a leaf's path to its name in the folder")
     layout = local.layout
     for path, x in layout.values.items():
         if not is_empty(x):

@@ -81,7 +81,10 @@ def _merge_states(leaf_mask: Tree, state: OptState, own: OptState, structure: An
 
 def _check_groups(full: Params, masks: Sequence[Mask]) -> None:
     paths, entries, _ = tree.flatten_with_paths(full)
-    rows = [tree.leaves_up_to(full, mask(full) if callable(mask) else mask) for mask in masks]
+    rows = [
+        tree.leaves_up_to(full, mask(full) if callable(mask) else mask, names=("params", f"the mask of group {k}"))
+        for k, mask in enumerate(masks)
+    ]
     for path, x, *members in zip(paths, entries, *rows, strict=True):
         if x is not None and sum(map(bool, members)) != 1:
             numbers = [k for k, is_member in enumerate(members) if is_member]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, OptState, Params, Updates, wrap_optimizers
 
@@ -55,6 +56,9 @@ def inject_hyperparams(
         >>> opt.update({"w": torch.tensor(2.0)}, state, params)[0]
         {'w': tensor(-1.)}
     """
+    check_callable(
+        "factory", factory, "a function that makes an optimizer, as in optim.inject_hyperparams(optim.adamw)(1e-3)"
+    )
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     signature = inspect.signature(factory)
     if not static <= set(signature.parameters):

@@ -10,7 +10,16 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.collectives import psum, to_host
-from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, find_state, wrap_optimizers
+from fzero.optim._base import (
+    Optimizer,
+    OptimizerLike,
+    OptState,
+    Params,
+    Updates,
+    as_optimizer,
+    find_state,
+    wrap_optimizers,
+)
 from fzero.optim._hyperparams import check_positive
 from fzero.sharding import Shard, is_box, map_spaces, zero_padding
 
@@ -73,6 +82,10 @@ def dynamic_loss_scale(
         >>> optim.apply_updates(params, updates), state.scale, state.skipped
         ({'w': tensor(1.)}, tensor(4.), tensor(1))
     """
+    if as_optimizer(opt).skips_overflow:
+        raise ValueError(
+            f"dynamic_loss_scale: opt is {as_optimizer(opt)!r}, which has a loss scale already: wrap it once"
+        )
     check_positive(initial=initial, growth_factor=growth_factor, growth_interval=growth_interval)
     check_positive(backoff_factor=backoff_factor, minimum=minimum, maximum=maximum)
     if growth_interval != int(growth_interval):

@@ -15,6 +15,7 @@ from fzero.optim._base import (
     Params,
     Updates,
     apply_updates,
+    as_optimizer,
     find_state,
     wrap_optimizers,
 )
@@ -24,6 +25,7 @@ from fzero.sharding import Shard, Slot, is_box, traced_spec
 __all__ = [
     "MasterState",
     "check_dtypes",
+    "check_no_masters",
     "convert_masters",
     "difference",
     "master_params",
@@ -41,6 +43,20 @@ class MasterState(NamedTuple):
 
     master: Params
     inner: OptState
+
+
+def check_no_masters(name: str, opt: OptimizerLike) -> None:
+    """Check that an optimizer, to be wrapped by `name`, does not cast the parameters already.
+
+    Raises:
+        ValueError: if it does: a second copy of the parameters would be held, and rounded twice.
+    """
+    optimizer = as_optimizer(opt)
+    if optimizer.precision is not None:
+        raise ValueError(
+            f"{name}: opt is {optimizer!r}, which keeps parameters by a policy already: wrap the optimizer once, "
+            f"optim.{name}(optim.adamw(1e-3), precision)"
+        )
 
 
 @api_boundary
@@ -80,6 +96,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
     """
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
+    check_no_masters("master_weights", opt)
     master = precision.master
 
     def init(params: Params) -> MasterState:

@@ -10,7 +10,7 @@ from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, apply_updates, wrap_optimizers
 from fzero.optim._precision import Precision
 from fzero.optim.moments import round_at_random
-from fzero.optim.wrappers._master_weights import check_dtypes, difference
+from fzero.optim.wrappers._master_weights import check_dtypes, check_no_masters, difference
 from fzero.random import bits_at, check_key, fold_in
 from fzero.sharding import Shard, box_of, element_ids_of_leaf, element_ids_of_shard, is_box
 from fzero.tree import Tree
@@ -67,6 +67,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
     """
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: expected a policy, such as fzero.Precision(param=torch.bfloat16)")
+    check_no_masters("stochastic_rounding", opt)
     if precision.param != torch.bfloat16 or precision.master != torch.float32:
         raise ValueError(
             f"stochastic_rounding: param={precision.param}, master={precision.master}: expected torch.bfloat16 and "

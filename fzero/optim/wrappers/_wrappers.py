@@ -7,7 +7,17 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
+from fzero.optim._base import (
+    Mask,
+    Optimizer,
+    OptimizerLike,
+    OptState,
+    Params,
+    Updates,
+    as_optimizer,
+    check_mask,
+    wrap_optimizers,
+)
 from fzero.sharding import abstract, check_per_leaf, per_leaf
 from fzero.tree import Tree
 
@@ -53,6 +63,7 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor(1.)}
     """
     optimizer = as_optimizer(opt)
+    check_mask(mask)
     check_no_master_weights("masked", optimizer)
 
     def zero_outside(values: Tree, leaf_mask: Tree) -> Tree:

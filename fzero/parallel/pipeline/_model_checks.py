@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._arguments import check_int, is_int
+from fzero._arguments import check_callable, check_int, check_remat, is_int
 from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, loss_axes
 from fzero.parallel.pipeline._model import BlockPlacement
 from fzero.parallel.schedules import PipelineSchedule, check, check_name
@@ -18,6 +18,7 @@ __all__ = [
     "check_alike",
     "check_arguments",
     "check_depth",
+    "check_rules",
     "check_schedule",
     "check_shared",
     "check_untied",
@@ -36,10 +37,21 @@ def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> 
         ValueError: if a count is not an int, or is less than 1.
     """
     for name, f in functions.items():
-        if not callable(f):
-            raise TypeError(f"fzero.pipeline: {name}={f!r}: expected a function")
+        check_callable(f"fzero.pipeline: {name}", f)
     for name, n in counts.items():
         check_int(f"fzero.pipeline: {name}", n)
+
+
+def check_rules(remat: Any, split: Any) -> None:
+    """Check the arguments of `fzero.pipeline` that may be functions.
+
+    Raises:
+        TypeError: if `split` is not a rule.
+        ValueError: if `remat` is not a value for `fzero.remat(save=)`.
+    """
+    check_remat("fzero.pipeline: remat", remat)
+    if split is not None:
+        check_callable("fzero.pipeline: split", split, "a rule, a function (path, leaf) -> {axis: dimension}")
 
 
 def check_schedule(schedule: Any, micro_batches: int, stages_per_rank: int) -> None:

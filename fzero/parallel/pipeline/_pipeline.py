@@ -24,6 +24,7 @@ from fzero.parallel.pipeline._model_checks import (
     check_alike,
     check_arguments,
     check_depth,
+    check_rules,
     check_schedule,
     check_shared,
     check_untied,
@@ -388,6 +389,7 @@ def pipeline(
     )
     check_schedule(schedule, micro_batches, stages_per_rank)
     counts = None if depth is None else check_depth(depth)
+    check_rules(remat, rule := join_rules(split))
     model = Model(block, first, last, remat)
     return Pipeline(
         model=model,
@@ -397,5 +399,5 @@ def pipeline(
         stages_per_rank=stages_per_rank,
         depth=counts,
         blocks=blocks,
-        rule=join_rules(split),
+        rule=rule,
     )

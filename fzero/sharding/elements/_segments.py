@@ -181,7 +181,8 @@ def check_per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> None:
 def _numbers_of_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[tuple[int, Any, int, list[float]]]]:
     """Return the number of each leaf, the tree's structure, and for each unit its place, box, spec and numbers."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
-    leaves = tree.leaves_up_to(params, values(abstract(params)) if callable(values) else values, is_box)
+    given = values(abstract(params)) if callable(values) else values
+    leaves = tree.leaves_up_to(params, given, is_box, names=("params", "the mask"))
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
     first: dict[int, int] = {}  # id of a full leaf -> its position
     for position, x in enumerate(entries):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero import _torch, tree
-from fzero._arguments import check_int
+from fzero._arguments import check_callable, check_int
 from fzero._tracebacks import api_boundary
 from fzero.graph import Jitted, Plan
 from fzero.observe import Rows
@@ -72,6 +72,8 @@ def watch(
     for writer in writers:
         if not callable(writer):
             raise TypeError(f"writer {writer!r}: expected a function of rows, such as fzero.observe.jsonl(path)")
+    if print_fn is not None:
+        check_callable("print_fn", print_fn, "a function of a line, or None")
     return WatchedStep(
         step=step,
         writers=writers,

@@ -21,7 +21,7 @@ def test_arguments_of_pipeline_are_checked():
         ({"micro_batches": 0}, ValueError, "micro_batches=0: expected an int, at least 1"),
         ({"micro_batches": True}, ValueError, "micro_batches=True"),
         ({"stages_per_rank": 0}, ValueError, "stages_per_rank=0"),
-        ({"block": None}, TypeError, "block=None: expected a function"),
+        ({"block": None}, TypeError, "block is None: expected a function"),
         ({"schedule": 3}, TypeError, "schedule=3: expected the name of a schedule, or a table"),
         (
             {"depth": (5, -1)},
