@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fzero._arguments import did_you_mean
 from fzero._torch import is_accelerator, is_tracing
 from fzero.axes._rules import AxisName
 from fzero.axes._scope import SCOPES, Axes, Axis, Binding
@@ -34,8 +35,12 @@ _NO_PROGRAM = (
 )
 
 
-def bound_axis(name: str) -> Axis:
+def bound_axis(name: str, source: str = "") -> Axis:
     """Return the axis bound to `name`.
+
+    Args:
+        name: the name of an axis.
+        source: what gave the name, for the message: an argument, or a rule and the leaf.
 
     Raises:
         ValueError: if no axis of that name is bound here.
@@ -43,8 +48,10 @@ def bound_axis(name: str) -> Axis:
     for axis in bound_axes():
         if axis.name == name:
             return axis
-    names = ", ".join([repr(axis.name) for axis in bound_axes()])
-    raise ValueError(f"axis {name!r} is not bound here: " + (f"the bound axes are {names}" if names else _NO_PROGRAM))
+    names = [axis.name for axis in bound_axes()]
+    given, near = f"{source}: " if source else "", did_you_mean(name, names, "{!r}")
+    which = f"the bound axes are {', '.join(map(repr, names))}{near}" if names else _NO_PROGRAM
+    raise ValueError(f"{given}axis {name!r} is not bound here: {which}")
 
 
 def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:

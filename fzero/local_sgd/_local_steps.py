@@ -360,7 +360,10 @@ def _replica_groups(sharded: ShardedStep, over: Any) -> ReplicaGroups:
     """Return the groups of replicas along an axis; an error if the step needs this axis for its own batch."""
     mesh = sharded.mesh
     if not isinstance(over, str) or over not in mesh.axis_names:
-        raise ValueError(f"over={over!r}: expected an axis of {mesh!r}")
+        raise ValueError(
+            f"over={over!r}: expected an axis of {mesh!r}, along which ranks train apart; add one, "
+            f"fzero.mesh(replica=2, dp=4), or pass over={mesh.axis_names[0]!r}"
+        )
     groups = ReplicaGroups(mesh, over)
     if set(sharded.axis) <= {over}:
         others = groups.inner_axes

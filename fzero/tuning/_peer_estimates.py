@@ -1,7 +1,9 @@
 """Estimates of other tools, for comparison: formulas for model states that count no activations."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from fzero._arguments import check_int
 from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
 
@@ -42,6 +44,9 @@ def deepspeed_zero2(parameters: int, *, devices_per_host: int, hosts: int = 1, o
     Returns:
         A `PeerEstimate`. It counts full gradients, so it is the same for stage 1.
 
+    Raises:
+        ValueError: if a number is not an int, or is below 1.
+
     Example:
         >>> from fzero import tuning
         >>> estimate = tuning.deepspeed_zero2(
@@ -50,6 +55,7 @@ def deepspeed_zero2(parameters: int, *, devices_per_host: int, hosts: int = 1, o
         >>> round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)
         (127.45, 15.93)
     """
+    _check_counts(parameters=parameters, devices_per_host=devices_per_host, hosts=hosts)
     n = devices_per_host * hosts
     if offload:
         return PeerEstimate(
@@ -83,7 +89,7 @@ def deepspeed_zero3(
         A `PeerEstimate`.
 
     Raises:
-        ValueError: if `offload_params` is set without `offload`.
+        ValueError: if `offload_params` is set without `offload`, or a number is not an int, or is below 1.
 
     Example:
         >>> from fzero import tuning
@@ -95,6 +101,7 @@ def deepspeed_zero3(
         raise ValueError(
             "offload_params=True: DeepSpeed offloads parameters with the optimizer's state only: set offload=True"
         )
+    _check_counts(parameters=parameters, largest=largest, devices_per_host=devices_per_host, hosts=hosts)
     n, big = devices_per_host * hosts, 4 * largest
     if offload:
         host = int(parameters * (18 if offload_params else 16) / hosts * 1.5)
@@ -107,6 +114,21 @@ def deepspeed_zero3(
 
 
 _STATES = "no activations, no buffers"
+
+
+def _check_counts(**counts: Any) -> None:
+    """Check numbers of parameters, of devices and of hosts.
+
+    Raises:
+        TypeError: if a tree or a module stands in place of a number of parameters.
+        ValueError: if a number is not an int, or is below 1.
+    """
+    for name, n in counts.items():
+        if not isinstance(n, int | float | str | None):
+            raise TypeError(
+                f"{name} is a {type(n).__name__}: expected a number of parameters, fzero.tree.numel(params)"
+            )
+        check_int(name, n)
 
 
 @api_boundary
@@ -122,6 +144,9 @@ def peer_estimates(parameters: int, largest: int, *, devices_per_host: int, host
     Returns:
         A list of `PeerEstimate`.
 
+    Raises:
+        ValueError: if a number is not an int, or is below 1.
+
     Example:
         >>> from fzero import tuning
         >>> for estimate in tuning.peer_estimates(8_030_261_248, 525_336_576, devices_per_host=8, hosts=8):
@@ -131,6 +156,7 @@ def peer_estimates(parameters: int, largest: int, *, devices_per_host: int, host
         DeepSpeed, ZeRO-2: 34.1 GB a device, 385.5 GB a host (no activations, no buffers)
         DeepSpeed, ZeRO-3: 4.4 GB a device, 25.2 GB a host (no activations, no buffers)
     """
+    _check_counts(parameters=parameters, largest=largest, devices_per_host=devices_per_host, hosts=hosts)
     return [
         PeerEstimate("16 bytes a parameter", 16 * parameters, 0, "no activations, no sharding"),
         PeerEstimate(

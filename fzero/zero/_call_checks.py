@@ -1,6 +1,7 @@
 """Checks of a call of a sharded step: its arguments and results."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -331,6 +332,7 @@ def explain_error(
     notes = []
     if not is_message(error, error.__traceback__):  # of torch or of the user's code
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
+        notes += _dtype_notes(str(error), args)
     path = error.result_path if isinstance(error, DiffersByRankError) else None
     if path is not None and path.split(".")[0] in [str(i) for i in param_argnums]:
         notes.append(
@@ -347,6 +349,35 @@ def explain_error(
                     "opt_state = step.init(params, opt)"
                 )
     return notes
+
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "long": torch.int64,
+}
+
+
+def _dtype_notes(message: str, args: Sequence[Any]) -> list[str]:
+    """Return a note if torch's message names two dtypes, and the first leaf of a batch that has one of them."""
+    words = re.findall(r"(?<![a-z])(?:cpu)?(bfloat16|half|float|double|long)(?:tensor|type|\b)", message.lower())
+    dtypes = list(dict.fromkeys([_DTYPES[word] for word in words]))
+    if len(dtypes) < 2:
+        return []
+    for i, x in enumerate(args):
+        paths, leaves, _ = tree.flatten_with_paths(x.value) if isinstance(x, PerRank) else ((), (), None)
+        for path, leaf in zip(paths, leaves, strict=True):
+            dtype = getattr(leaf, "dtype", None)
+            others = [other for other in dtypes if other != dtype and other.is_floating_point]
+            if dtype in dtypes and others:
+                where, other = tree.leaf_name("argument", f"{i}.{path}"), str(others[0]).removeprefix("torch.")
+                return [
+                    f"A{where[1:]}, is {str(dtype).removeprefix('torch.')}, and met {other}: fzero.Precision casts "
+                    f"parameters, and no batch; cast the batch, x.to(torch.{other})"
+                ]
+    return []
 
 
 def _batch_text(i: int, batch: PerRank, simulated: bool) -> str:

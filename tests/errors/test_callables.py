@@ -19,7 +19,7 @@ BAD = {"w": "text"}  # a tree in place of a function
 MODULE, VALUES = torch.nn.Linear(2, 2), {"w": torch.ones(2)}
 RATE = {"learning_rate": 0.1}
 BATCHES = {"dataset": [1, 2], "mesh": TWO, "global_batch": 2}
-PIPELINE: dict[str, Any] = {"block": len, "first": len, "last": len, "micro_batches": 2}
+PIPELINE: dict[str, Any] = {"block": torch.mul, "first": torch.mul, "last": torch.mul, "micro_batches": 2}
 SCHEDULE = {"ranks": 2, "micro_batches": 2}
 TUNE = {"make_step": lambda _: (torch.sin, torch.ones(2)), "world_size": 2, "global_batch": 2, "machine": "cpu"}
 # the other arguments of a call

@@ -1,5 +1,6 @@
 """Mistakes of a first hour: what is passed in place of a step, a rule, a mesh or layers is named, with the remedy."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,14 +11,29 @@ from fzero import optim
 from fzero.parallel import experts
 from fzero.parallel import tensor as tp
 from tests.errors.helpers import PARAMS, TRAIN_STEP, Row, check, init, step_of
+from tests.helpers import train_step_for
 
 OPT: Any = optim.sgd(0.1)
+BFLOAT16 = fzero.Precision(param=torch.bfloat16)
 MESH = fzero.mesh(dp=2)
+
+
+HALF_PARAMS, HALF_OPT = {"w": torch.ones(3, 2)}, optim.master_weights(OPT, BFLOAT16)
+TRAIN_HALF = train_step_for(lambda params, x: (x @ params["w"]).float().mean(), HALF_OPT)
+
+
+def init_half() -> Any:
+    return fzero.shard(TRAIN_HALF, 3, MESH).init(HALF_PARAMS, HALF_OPT)
 
 
 def evaluated(*args: Any) -> Any:
     program = fzero.evaluate(step_of(3), lambda params, batch: {"error": batch.sum(1)})
     return program(*args)
+
+
+def pipeline(**parts: Any) -> Any:
+    usual = {"block": torch.mul, "first": lambda rest, batch: batch, "last": lambda rest, x, batch: x.mean()}
+    return fzero.pipeline(micro_batches=2, **(usual | parts))
 
 
 def split_step(rule: Any, axis: str = "tp") -> Any:
@@ -89,6 +105,81 @@ ROWS: dict[str, Row] = {
         ValueError,
         r"splits leaves over 'tpp', which is not an axis of Mesh.*did you mean \"tp\"\?",
     ),
+    "an axis of a rule that no mesh has": (
+        lambda: split_step(lambda path, leaf: {"ep": 0}).init({"w": torch.ones(4, 4)}, OPT),
+        ValueError,
+        r"split: the rule gave \{'ep': 0\} for leaf 'w': axis 'ep' is not bound here: the bound axes are 'dp', 'tp'",
+    ),
+    "an axis of over that no mesh has": (
+        lambda: step_of(3, over="dpp").init(PARAMS, OPT),
+        ValueError,
+        r"over: the rule gave .*'dpp'.* for leaf 'a\.w': axis 'dpp' is not bound here: .*; did you mean 'dp'\?",
+    ),
+    "replicas along no axis": (
+        lambda: fzero.local_sgd.local_steps(step_of(3), every=2),
+        ValueError,
+        r"over='replica': expected an axis of Mesh.*fzero\.mesh\(replica=2, dp=4\), or pass over='dp'",
+    ),
+    "masters of masters": (
+        lambda: optim.master_weights(optim.master_weights(OPT, BFLOAT16), BFLOAT16),
+        ValueError,
+        r"master_weights: opt is Optimizer\(master_weights\(sgd\)\), which keeps parameters by a policy already",
+    ),
+    "masters that are rounded at random": (
+        lambda: optim.stochastic_rounding(optim.master_weights(OPT, BFLOAT16), BFLOAT16, fzero.random.key(0)),
+        ValueError,
+        r"stochastic_rounding: opt is .*, which keeps parameters by a policy already: wrap the optimizer once",
+    ),
+    "two loss scales": (
+        lambda: optim.dynamic_loss_scale(optim.dynamic_loss_scale(OPT)),
+        ValueError,
+        r"which has a loss scale already: wrap it once",
+    ),
+    "names of a mask": (
+        lambda: optim.adamw(0.1, mask=["w"]),
+        TypeError,
+        r"mask is \['w'\]: expected a tree of bools like the parameters, or a function that makes one",
+    ),
+    "a block of its input first": (
+        lambda: pipeline(block=lambda x: x),
+        TypeError,
+        r"block takes \(x\): expected a function \(p, x\), and index= or batch= if it names them",
+    ),
+    "a last part without its batch": (
+        lambda: pipeline(last=lambda rest, x: x.mean()),
+        TypeError,
+        r"last takes \(rest, x\): expected a function \(rest, x, batch\)",
+    ),
+    "a misspelt value of remat in a pipeline": (
+        lambda: pipeline(remat="matmul"),
+        ValueError,
+        r'fzero\.pipeline: remat=\'matmul\': expected True, False, "matmuls".*did you mean "matmuls"',
+    ),
+    "a count below 1 in DeepSpeed's estimate": (
+        lambda: fzero.tuning.deepspeed_zero2(-3, devices_per_host=0),
+        ValueError,
+        r"parameters=-3: expected an int, at least 1",
+    ),
+    "no device in DeepSpeed's estimate": (
+        lambda: fzero.tuning.deepspeed_zero3(3, 1, devices_per_host=0),
+        ValueError,
+        r"devices_per_host=0: expected an int, at least 1",
+    ),
+    "parameters in place of their number": (
+        lambda: fzero.tuning.peer_estimates(PARAMS, 1, devices_per_host=1),  # pyright: ignore
+        TypeError,
+        r"parameters is a dict: expected a number of parameters, fzero\.tree\.numel\(params\)",
+    ),
+    "epochs of batches": (
+        lambda: fzero.data.batches([1, 2], MESH, global_batch=2, epochs=3),
+        TypeError,
+        r"epochs= is no option of fzero\.data: use a range of steps: data\.steps\(0, epochs \* data\.per_epoch\)",
+    ),
+    "a misspelt option of a loader": (
+        lambda: fzero.data.batches([1, 2], MESH, global_batch=2, num_worker=3),
+        TypeError,
+        r"num_worker= is an option neither of fzero\.data nor of torch's DataLoader; did you mean num_workers=\?",
+    ),
     "a misspelt name of experts": (
         lambda: split_step(experts.split_rule("expert"), "ep").init({"experts": torch.ones(4, 4)}, OPT),
         ValueError,
@@ -100,6 +191,31 @@ ROWS: dict[str, Row] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_a_mistake_of_the_first_hour_is_an_error_with_its_remedy(name):
     check(ROWS[name])
+
+
+NOTED: dict[str, tuple[Any, str]] = {
+    "a batch of another dtype": (
+        lambda: fzero.shard(TRAIN_HALF, 3, MESH)(*init_half(), MESH.split(torch.ones(4, 3))),
+        r"Argument 2, is float32, and met bfloat16: .*; cast the batch, x\.to\(torch\.bfloat16\)",
+    ),
+    "a block whose arguments are swapped": (
+        lambda: pipeline(block=lambda x, p: x @ p["w"])({"blocks": [{"w": torch.ones(2, 2)}] * 2}, torch.ones(4, 2)),
+        r"fzero\.pipeline calls block\(p, x\): p is a dict of 'w'; x is float32 \[2, 2\]",
+    ),
+    "a batch size": (
+        lambda: fzero.data.batches([1, 2], MESH, batch_size=2),  # pyright: ignore
+        r"did you mean global_batch=, not batch_size=\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_a_raw_error_of_the_first_hour_has_a_note(name):
+    action, note = NOTED[name]
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        action()
+    assert any(re.search(note, text) for text in caught.value.__notes__)
 
 
 def test_a_name_for_an_axis_that_the_mesh_lacks_is_no_mistake():

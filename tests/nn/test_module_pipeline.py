@@ -202,7 +202,7 @@ def test_remat_has_each_block_run_again(remat):
 
 def test_wrong_arguments_of_nn_pipeline_are_refused():
     layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(4)])
-    with pytest.raises(TypeError, match=r"fzero.nn.pipeline: loss=3: expected a function"):
+    with pytest.raises(TypeError, match=r"fzero.nn.pipeline: loss is 3: expected a function"):
         pipeline(layers, 3, micro_batches=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"fzero.pipeline: micro_batches=0"):
         pipeline(layers, losses, micro_batches=0)

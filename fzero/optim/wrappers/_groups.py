@@ -80,6 +80,7 @@ def _merge_states(leaf_mask: Tree, state: OptState, own: OptState, structure: An
 
 
 def _check_groups(full: Params, masks: Sequence[Mask]) -> None:
+    """Raise an error if a leaf is in no group, or in several."""
     paths, entries, _ = tree.flatten_with_paths(full)
     rows = [
         tree.leaves_up_to(full, mask(full) if callable(mask) else mask, names=("params", f"the mask of group {k}"))

@@ -3,19 +3,21 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from fzero import random, tree
 from fzero._dtypes import at_least_float32
+from fzero._tracebacks import is_message
 from fzero.axes import Scope, call_in_micro_batch, call_in_scope, current_scope
 from fzero.graph import loop
 from fzero.parallel.schedules import PipelineSchedule
 from fzero.transforms import gather, remat
 
 __all__ = [
+    "BLOCK_KEYWORDS",
     "BlockPlacement",
     "MicroBatchCall",
     "Model",
@@ -107,7 +109,7 @@ def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlac
 
 
 _Index = int | torch.Tensor
-_BLOCK_KEYWORDS = ("index", "batch")  # keyword arguments that a block receives if its signature has them
+BLOCK_KEYWORDS = ("index", "batch")  # keyword arguments that a block receives if its signature has them
 
 
 @dataclass(frozen=True)
@@ -128,18 +130,19 @@ class Model:
 
     @cached_property
     def _keywords(self) -> tuple[str, ...]:
-        """The names in `_BLOCK_KEYWORDS` that the block takes."""
+        """The names in `BLOCK_KEYWORDS` that the block takes."""
         try:
             names = inspect.signature(self.block).parameters
         except (TypeError, ValueError):  # a builtin
             return ()
-        return tuple([name for name in _BLOCK_KEYWORDS if name in names])
+        return tuple([name for name in BLOCK_KEYWORDS if name in names])
 
     @cached_property
     def _block(self) -> Callable[..., Any]:
         def run_gathered(p: Any, key: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
             p = tree.map_with_path(_own_part, gather(p)) if kwargs.pop("stacked") else gather(p)
-            return self.block(p, *args, **kwargs) if key is None else random.seeded(self.block)(key, p, *args, **kwargs)
+            block = self.block if key is None else partial(random.seeded(self.block), key)
+            return _call_part("block(p, x)", block, p, *args, **kwargs)
 
         if self.remat is False:
             return run_gathered
@@ -161,7 +164,7 @@ class Model:
 
     def run_first(self, rest: Any, call: "MicroBatchCall") -> Any:
         """Run the part before the blocks."""
-        return self._seeded(self.first, call, 0)(rest, call.batch)
+        return _call_part("first(rest, batch)", self._seeded(self.first, call, 0), rest, call.batch)
 
     def run_last(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the part after the blocks, and return a total and its weight.
@@ -169,7 +172,7 @@ class Model:
         Raises:
             TypeError: if `last` returns neither these nor a mean.
         """
-        out = self._seeded(self.last, call, blocks + 1)(rest, x, call.batch)
+        out = _call_part("last(rest, x, batch)", self._seeded(self.last, call, blocks + 1), rest, x, call.batch)
         total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
             actual = tree.show(total) if isinstance(total, torch.Tensor) else type(total).__name__
@@ -190,7 +193,7 @@ class Model:
         Raises:
             TypeError: if the result is not a tree of tensors with dimensions.
         """
-        out = self._seeded(self.last, call, blocks + 1)(rest, x, call.batch)
+        out = _call_part("last(rest, x, batch)", self._seeded(self.last, call, blocks + 1), rest, x, call.batch)
         for path, v in zip(*tree.flatten_with_paths(out)[:2], strict=True):
             if not isinstance(v, torch.Tensor) or not v.ndim:
                 actual = tree.show(v) if isinstance(v, torch.Tensor) else type(v).__name__
@@ -225,6 +228,22 @@ class MicroBatchCall:
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
         """Call `f(*args)` as part of this micro-batch's loss."""
         return call_in_micro_batch(self.index, f, *args)
+
+
+def _call_part(name: str, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a part of the model. An error of torch or of the user's code gets a note that shows the arguments."""
+    try:
+        return f(*args, **kwargs)
+    except Exception as error:
+        if not is_message(error, error.__traceback__):
+            names = name.partition("(")[2].rstrip(")").split(", ")
+            shown = [f"{word} is {_show_argument(x)}" for word, x in zip(names, args, strict=False)]
+            error.add_note(f"fzero.pipeline calls {name}: {'; '.join(shown)}")
+        raise
+
+
+def _show_argument(x: Any) -> str:
+    return f"a dict of {', '.join(map(repr, x))}" if isinstance(x, dict) else tree.show(x)
 
 
 def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:

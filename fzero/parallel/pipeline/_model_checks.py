@@ -1,5 +1,6 @@
 """Checks of a pipeline's arguments, and the rule that splits its blocks over the ranks."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_callable, check_int, check_remat, is_int
 from fzero.axes import Axis, SplitRule, StackedList, axis_names, axis_size, check_inputs_replicated, loss_axes
-from fzero.parallel.pipeline._model import BlockPlacement
+from fzero.parallel.pipeline._model import BLOCK_KEYWORDS, BlockPlacement
 from fzero.parallel.schedules import PipelineSchedule, check, check_name
 from fzero.sharding import is_box
 
@@ -38,8 +39,28 @@ def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> 
     """
     for name, f in functions.items():
         check_callable(f"fzero.pipeline: {name}", f)
+        _check_takes(name, f)
     for name, n in counts.items():
         check_int(f"fzero.pipeline: {name}", n)
+
+
+_TAKEN = {"block": ("p", "x"), "first": ("rest", "batch"), "last": ("rest", "x", "batch")}
+
+
+def _check_takes(name: str, f: Callable[..., Any]) -> None:
+    """Check that a part of the model takes the arguments that it will get, as far as its signature is known."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # a builtin
+        return
+    options = [key for key in BLOCK_KEYWORDS if name == "block" and key in signature.parameters]
+    try:
+        signature.bind(*_TAKEN[name], **dict.fromkeys(options))
+    except TypeError:
+        more = ", and index= or batch= if it names them" if name == "block" else ""
+        raise TypeError(
+            f"fzero.pipeline: {name} takes {signature}: expected a function ({', '.join(_TAKEN[name])}){more}"
+        ) from None
 
 
 def check_rules(remat: Any, split: Any) -> None:

@@ -151,6 +151,7 @@ def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, in
     dims = (rules.split and rules.split(path, leaf)) or {}
     if not isinstance(dims, dict) or not all(is_int(dim) for dim in dims.values()):
         raise TypeError(f'split: the rule gave {dims!r} for leaf {path!r}, expected {{axis: dimension}}: {{"tp": 1}}')
+    source = f"split: the rule gave {dims!r} for leaf {path!r}"
     split: dict[str, int] = {}
     parts: dict[int, int] = {}  # dimension -> number of its parts
     for name in sorted(dims):
@@ -158,9 +159,9 @@ def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, in
         is_valid = leaf.is_floating_point() and -leaf.ndim <= dim < leaf.ndim
         if is_valid:
             split[name] = dim % leaf.ndim
-            parts[split[name]] = parts.get(split[name], 1) * bound_axis(name).size
+            parts[split[name]] = parts.get(split[name], 1) * bound_axis(name, source).size
         if not is_valid or leaf.shape[dim] % parts[split[name]]:
-            n = parts[split[name]] if is_valid else bound_axis(name).size
+            n = parts[split[name]] if is_valid else bound_axis(name, source).size
             raise ValueError(
                 f"split: leaf {path!r} is {tree.show(leaf)}, and cannot be split in {n} equal parts along dimension "
                 f"{dim} over {name!r}"
@@ -198,7 +199,7 @@ def shard_axes(
     if over is not None and not isinstance(over, tuple | list | set | frozenset):
         raise TypeError(f"over: the rule gave {over!r} for leaf {path!r}, expected names of axes")
     for name in over or ():
-        bound_axis(name)
+        bound_axis(name, f"over: the rule gave {over!r} for leaf {path!r}")
         if axes and name not in [a.name for a in axes]:
             raise ValueError(
                 f"over: leaf {path!r} is to be sharded over {name!r}, which is none of the axes "
