@@ -101,7 +101,7 @@ class LostRank(NamedTuple):
         return f"rank {self.rank} ({self.host}) is lost: {self.reason}; last seen {self.seen}{others}"
 
 
-def _number(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """Format sorted ranks: "ranks 0, 2-4"."""
     runs: list[list[int]] = []
     for r in ranks:
@@ -124,7 +124,7 @@ def show_activities(activities: Mapping[int, Activity]) -> str:
         hosts = list(dict.fromkeys(activities[r].host for r in ranks))
         where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
         longest = max(activities[r].seconds for r in ranks)
-        more = f"{'; ' if text else ''}{_number(ranks)} {where} {activity} for {longest:.0f} s"
+        more = f"{'; ' if text else ''}{_format_ranks(ranks)} {where} {activity} for {longest:.0f} s"
         if len(text) + len(more) > _LENGTH:
             return f"{text}; and {len(groups) - count} more places"
         text += more

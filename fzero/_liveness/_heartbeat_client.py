@@ -88,7 +88,7 @@ class HeartbeatClient:
         self._work, self._between = 0.0, 0.0
         self.stragglers: list[Straggler] = []
         self._verdict_event, self._known_event = threading.Event(), threading.Event()
-        with _memory() as file:
+        with _shared_memory() as file:
             self._activity = mmap.mmap(file, RECORD.size)
             words = json.dumps(config._replace(memory=file))
             command = [sys.executable, "-I", "-S", str(pathlib.Path(_beats.__file__)), words]
@@ -187,7 +187,7 @@ class HeartbeatClient:
 
 
 @contextmanager
-def _memory() -> Iterator[int]:
+def _shared_memory() -> Iterator[int]:
     """Open a file for the memory that a rank shares with its heartbeat."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fzero-activity")

@@ -174,7 +174,7 @@ def _tcp_sockets() -> dict[int, _TcpConnection]:
             options = family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _CONNECTED
             s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _DUMP, 1, 0, *options))
             for message in _messages(s):
-                file, tcp = _connection(message)
+                file, tcp = _read_connection(message)
                 sockets[file] = tcp
     return sockets
 
@@ -193,7 +193,7 @@ def _messages(s: socket.socket) -> Iterator[bytes]:
             data = data[(size + 3) & ~3 :]
 
 
-def _connection(message: bytes) -> tuple[int, _TcpConnection]:
+def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
     """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
     timer, unsent, file = message[2], *struct.unpack_from("=I4xI", message, 60)
     acknowledged, received, rest = 0, 0, message[72:]

@@ -113,7 +113,7 @@ def _scores(
     q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor | None, causal: bool, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """Return the products `[b, h / g, g, t, s]`, which are -inf where a query does not attend."""
-    scores = (_grouped(q, k) @ k.unsqueeze(2).mT) * scale
+    scores = (_group_queries(q, k) @ k.unsqueeze(2).mT) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if causal:
@@ -121,7 +121,7 @@ def _scores(
     return scores if keep is None else torch.where(keep.unsqueeze(2), scores, -math.inf)
 
 
-def _grouped(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _group_queries(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Give the queries a dimension of the heads of keys that serve them: `[b, h / g, g, t, d]`."""
     return q.unflatten(1, (k.shape[1], -1))
 
@@ -163,12 +163,12 @@ def _grad_by_definition(
     dtypes = q.dtype, k.dtype, v.dtype
     grad, q, k, v, out = _wide(grad, q, k, v, out)
     scores = _scores(q, k, keep, causal, scale, softcap)
-    weights = (scores - _grouped(log_sum, k).unsqueeze(-1)).exp()
-    grad, out = _grouped(grad, k), _grouped(out, k)
+    weights = (scores - _group_queries(log_sum, k).unsqueeze(-1)).exp()
+    grad, out = _group_queries(grad, k), _group_queries(out, k)
     to_scores = weights * (grad @ v.unsqueeze(2).mT - (grad * out).sum(-1, keepdim=True)) * scale
     if softcap is not None:  # the slope of the cap; a masked score is -inf
         to_scores = to_scores * torch.where(scores == -math.inf, 0.0, 1 - (scores / softcap).square())
     to_q = (to_scores @ k.unsqueeze(2)).flatten(1, 2)
-    to_k = (to_scores.mT @ _grouped(q, k)).sum(2)
+    to_k = (to_scores.mT @ _group_queries(q, k)).sum(2)
     to_v = (weights.mT @ grad).sum(2)
     return to_q.to(dtypes[0]), to_k.to(dtypes[1]), to_v.to(dtypes[2])

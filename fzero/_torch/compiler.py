@@ -123,7 +123,7 @@ def pickle_graphs(graphs: Sequence[_GraphWithStandIns]) -> bytes:
     from torch._inductor import config
 
     with _without_warnings_of_settings():
-        settings = (config.save_config(), _settings())
+        settings = (config.save_config(), _read_settings())
     rows = [(_lines(graph), _metadata_of(stand_ins), _metadata_of(results)) for graph, stand_ins, results in graphs]
     return pickle.dumps((settings, rows))
 
@@ -138,12 +138,12 @@ def unpickle_graphs(data: bytes) -> list[Callable[[], _GraphWithStandIns]]:
     (inductor_config, settings), rows = pickle.loads(data)
     with _without_warnings_of_settings():
         config.load_config(inductor_config)
-    _set(settings)
+    _apply_settings(settings)
 
     def make(lines: list[_Line], stand_ins: Any, results: Any) -> _GraphWithStandIns:
         with FakeTensorMode():
             tensors = _empty_like(stand_ins), _empty_like(results)
-        return _graph(lines), *tensors
+        return _build_graph(lines), *tensors
 
     return [functools.partial(make, *row) for row in rows]
 
@@ -177,7 +177,7 @@ class _Settings(NamedTuple):
 _MATMUL = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
-def _settings() -> _Settings:
+def _read_settings() -> _Settings:
     return _Settings(
         threads=torch.get_num_threads(),
         dtype=torch.get_default_dtype(),
@@ -187,7 +187,7 @@ def _settings() -> _Settings:
     )
 
 
-def _set(settings: _Settings) -> None:
+def _apply_settings(settings: _Settings) -> None:
     torch.set_num_threads(settings.threads)
     torch.set_default_dtype(settings.dtype)
     for name, value in settings.matmul.items():
@@ -220,7 +220,7 @@ def _lines(graph: Graph) -> list[_Line]:
     return [line(n) for n in graph.nodes]
 
 
-def _graph(lines: Sequence[_Line]) -> Graph:
+def _build_graph(lines: Sequence[_Line]) -> Graph:
     """Build a graph of the lines that a worker gets, since a graph itself cannot be pickled."""
     graph = Graph()
     nodes = list[Node]()

@@ -159,7 +159,7 @@ class _Operations(TorchDispatchMode):
             for size in (*x.shape, *x.stride(), x.storage_offset()):
                 self._check(size)
         elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.checked:
-            simple = _simplified(expr, self.symbol)
+            simple = _simplify(expr, self.symbol)
             if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > _DEGREE:
                 self._refuse(f"a size at {user_line()} is {expr}, no polynomial of the length")
             self.checked.add(expr)
@@ -167,7 +167,7 @@ class _Operations(TorchDispatchMode):
             self._refuse(f"an operation at {user_line()} gets {x}, which is not a whole number")
 
 
-def _simplified(expr: Any, symbol: "sympy.Symbol") -> Any:
+def _simplify(expr: Any, symbol: "sympy.Symbol") -> Any:
     """Simplify exact divisions, and `Max(1, x)` with x >= 1, which occurs in strides. Torch leaves both in place.
 
     The size is 2 or more.

@@ -230,7 +230,7 @@ def trace(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor]) -> torch.fx.
     # in the stand-ins' mode nothing is computed, and no random number is drawn
     # anomaly mode is off, because it reads every gradient for NaNs, and stand-ins have no values
     quiet = torch.autograd.set_detect_anomaly(False)
-    with preserve_node_meta(), set_compiling(), quiet, _mode_of(stand_ins), _without_values(), _unlogged():
+    with preserve_node_meta(), set_compiling(), quiet, _mode_of(stand_ins), _without_values(), _without_log():
         return _make_fx(with_lines, stand_ins)
 
 
@@ -256,7 +256,7 @@ def _without_values() -> Iterator[None]:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _without_log() -> Iterator[None]:
     """Keep torch from logging the traceback of an operation that fails on its stand-ins; the error is also raised."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 

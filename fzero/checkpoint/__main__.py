@@ -84,7 +84,7 @@ def _table(*columns: str) -> Table:
 
 
 @contextlib.contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def _progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal, and yield the function that updates it with the bytes done and in total."""
     console = Console(stderr=True)
     columns = [TextColumn(label, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
@@ -182,7 +182,7 @@ def _verify(args: Any) -> int:
     for step in steps or [None]:
         folder = files if step is None else files.subfolder(step_name(step))
         try:
-            with _bar(folder.path) as progress:
+            with _progress_bar(folder.path) as progress:
                 nbytes = verify(folder.path, progress)
             print(f"{folder.path}: whole, {nbytes:,} bytes")
         except CheckpointError as error:
@@ -198,7 +198,7 @@ def _diff(args: Any) -> int:
     """Print the leaves that differ between two checkpoints, and return 1 if there are any."""
     one, other = _one(args.a), _one(args.b)
     table = _table("path", "a", "b", "elements that differ", "largest difference")
-    with _bar("diff") as progress:
+    with _progress_bar("diff") as progress:
         for d in differences(one, other, progress):
             count = "" if d.count is None else f"{d.count:,}"
             largest = "" if d.largest is None else f"{d.largest:.6g}"
@@ -212,7 +212,7 @@ def _diff(args: Any) -> int:
 
 def _export(args: Any) -> int:
     dtype = _DTYPES[args.dtype] if args.dtype else None
-    with _bar("export") as progress:
+    with _progress_bar("export") as progress:
         file, names = export(
             _one(args.path), args.out, prefix=args.prefix, dtype=dtype, as_torch=args.torch, progress=progress
         )

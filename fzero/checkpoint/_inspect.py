@@ -187,7 +187,7 @@ def differences(
     """
     files = files_at(one), files_at(other)
     manifests = read_complete(files[0]), read_complete(files[1])
-    texts = _texts(manifests[0].layout), _texts(manifests[1].layout)
+    texts = _describe_entries(manifests[0].layout), _describe_entries(manifests[1].layout)
     results: dict[tuple[int, int], tuple[int, float]] = {}
     nbytes, total = 0, sum(x.nbytes for x in manifests[0].layout.leaves)
     for path in sorted({*texts[0], *texts[1]}):
@@ -207,7 +207,7 @@ def differences(
             yield _Difference(path=path, one=a, other=b, count=count, largest=largest)
 
 
-def _texts(layout: TreeLayout) -> dict[str, str]:
+def _describe_entries(layout: TreeLayout) -> dict[str, str]:
     """Describe each leaf by its dtype and shape and each value in full, by path."""
     leaves = {
         path: f"{layout.leaves[i]}{' per rank' if layout.leaves[i].per_rank else ''}"

@@ -79,7 +79,7 @@ def quantize(kind: CodeKind, blocks: torch.Tensor, scales: torch.Tensor, first: 
     x = blocks.to(torch.float32) / scales.unsqueeze(-1)
     x = torch.where(torch.isfinite(x), x, 0.0)  # in a block that is not finite; its scale makes every result nan
     if first is not None:
-        x = torch.floor(x + _fractions(blocks, first))
+        x = torch.floor(x + _draw_fractions(blocks, first))
     elif not kind.is_float:
         x = torch.round(x)
     codes = x.clamp(-kind.largest, kind.largest).to(kind.dtype)
@@ -91,7 +91,7 @@ def codes_to_float32(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:
     return (view_bits(codes, kind.dtype) if kind.is_float else codes).to(torch.float32)
 
 
-def _fractions(blocks: torch.Tensor, first: int) -> torch.Tensor:
+def _draw_fractions(blocks: torch.Tensor, first: int) -> torch.Tensor:
     """Draw a number in [0, 1) for each number of blocks, from its place and its bits. It needs no key and no state."""
     n, b = blocks.shape[-2:]
     places = torch.arange(first * b, (first + n) * b, device=blocks.device).view(n, b)

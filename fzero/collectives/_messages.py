@@ -89,13 +89,13 @@ def _receive(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     return [wait(start_receive(like, options.peer, options.tag, binding))]
 
 
-def _transposed(options: MessageOptions) -> MessageOptions:
+def _transpose(options: MessageOptions) -> MessageOptions:
     return options._replace(tag=options.tag ^ 1)
 
 
 add_rows(
-    LinearMap("send", RankOperation("", _by_vmap, _send), "receive", transpose_options=_transposed),
-    LinearMap("receive", RankOperation("", _by_vmap, _receive), "send", transpose_options=_transposed),
+    LinearMap("send", RankOperation("", _by_vmap, _send), "receive", transpose_options=_transpose),
+    LinearMap("receive", RankOperation("", _by_vmap, _receive), "send", transpose_options=_transpose),
 )
 
 

@@ -110,10 +110,10 @@ def load_batches(
     )
     with torch.device("cpu"):  # the loader draws a number, which it reads at once
         loaded = iter(loader)
-    return _boxed(loaded, target)
+    return _box_each(loaded, target)
 
 
-def _boxed(loaded: Iterator[Any], target: BatchTarget) -> Iterator[PerRank]:
+def _box_each(loaded: Iterator[Any], target: BatchTarget) -> Iterator[PerRank]:
     """Yield loaded batches in boxes. The traceback of an error in the data set ends there, without torch's loader."""
     while True:
         with UserFrames():

@@ -179,7 +179,7 @@ def _choose_buckets(lengths: Sequence[int], buckets: Any, multiple: int, batch: 
     check_int("buckets", buckets, 1, "the lengths, or their number")
     while len(candidates := _candidates(lengths, multiple)) > _MAX_CANDIDATES:
         multiple *= 2
-    return _best_buckets(candidates, _chances(lengths, candidates, batch), buckets)
+    return _choose_best_buckets(candidates, _chances(lengths, candidates, batch), buckets)
 
 
 def _candidates(lengths: Sequence[int], multiple: int) -> list[int]:
@@ -201,7 +201,7 @@ def _mean_length(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> 
     return sum(n * chance for n, chance in zip(buckets, _chances(lengths, buckets, batch), strict=True))
 
 
-def _best_buckets(candidates: Sequence[int], chances: Sequence[float], count: int) -> tuple[int, ...]:
+def _choose_best_buckets(candidates: Sequence[int], chances: Sequence[float], count: int) -> tuple[int, ...]:
     """Choose `count` of the candidates, the last among them, to minimize the expected length of a batch.
 
     By dynamic programming: `best[j]` is the least expected length of batches up to candidate j, if j is chosen.

@@ -44,10 +44,10 @@ def prefetch(batches: Iterable[_T], mesh: Mesh, ahead: int = 1) -> Iterator[_T]:
         [0, 1, 2]
     """
     check_int("ahead", ahead, 1, "a number of batches")
-    return iter(batches) if mesh.device.type == "cpu" else _prefetched(iter(batches), mesh.device, ahead)
+    return iter(batches) if mesh.device.type == "cpu" else _copy_ahead(iter(batches), mesh.device, ahead)
 
 
-def _prefetched(batches: Iterator[_T], device: torch.device, ahead: int) -> Iterator[_T]:
+def _copy_ahead(batches: Iterator[_T], device: torch.device, ahead: int) -> Iterator[_T]:
     """Copy batches on a stream of their own. The caller's stream waits for a batch's copies only when it is used."""
     stream = torch.Stream(device)
     pending: deque[tuple[_T, torch.Event]] = deque()

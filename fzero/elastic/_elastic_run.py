@@ -302,7 +302,7 @@ def _batch_plan(mesh: Mesh, data_axes: tuple[str, ...], global_batch: int, micro
 
 def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], _T]) -> _T:
     """Call the user's function, and release the hosts' memory if it came to the end of the run."""
-    with _leaving_at_a_saved_step(elastic_run):
+    with _leave_at_saved_step(elastic_run):
         try:
             result = train(elastic_run)
             if elastic_run.step < elastic_run.steps:
@@ -366,7 +366,7 @@ def _warn_of_no_restarts(world: World | None) -> None:
 
 
 @contextmanager
-def _leaving_at_a_saved_step(elastic_run: ElasticRun) -> Iterator[None]:
+def _leave_at_saved_step(elastic_run: ElasticRun) -> Iterator[None]:
     """Let SIGTERM end this process after the next step that is saved in memory, as torchrun sends it when a host joins.
 
     After 30 s torchrun kills. Without heartbeats a rank could wait so long for one that died, so it ends at once.

@@ -65,12 +65,12 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
     leanest = [
         settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, options)
     ]
-    first = _with_recast(passes, options, [_candidate(passes, settings, rate) for settings in leanest], rate)
+    first = _with_recast(passes, options, [_rate_schedule(passes, settings, rate) for settings in leanest], rate)
     # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
     prefetch_budget = max(min(c.peak_bytes for c in first), options.memory_budget or 0)
     limit = max(prefetch_budget, _limit(first, options.memory_budget))
     later = [
-        _candidate(
+        _rate_schedule(
             passes,
             c.pass_settings._replace(prefetch=prefetch, in_flight=in_flight, prefetch_budget=prefetch_budget),
             rate,
@@ -80,7 +80,7 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
         for prefetch, in_flight in other_overlaps
     ]
     carried = [
-        _candidate(passes, c.pass_settings._replace(across_iterations=True), rate)
+        _rate_schedule(passes, c.pass_settings._replace(across_iterations=True), rate)
         for c in first + later
         if c.pass_settings.in_flight and c.peak_bytes <= limit and options.across_iterations is not False
     ]
@@ -88,7 +88,7 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
     schedules = carried if carried and options.across_iterations is True else first + later + carried
     if options.send_early is not False and _may_send_early(graph):
         early = [
-            _candidate(passes, settings._replace(send_early=True), rate)
+            _rate_schedule(passes, settings._replace(send_early=True), rate)
             for settings in [c.pass_settings for c in schedules if c.peak_bytes <= limit or options.send_early is True]
             # the other memory that time can be bought with is cheaper, and is spent first
             if settings.recompute == first[0].pass_settings.recompute and _overlap(settings) == overlaps[-1]
@@ -105,7 +105,7 @@ def _with_recast(
         return schedules
     tries = [c.pass_settings._replace(recast=True) for c in schedules]
     recasts = [
-        _candidate(passes, settings, rate) if passes.changed_by(settings, "recast") else None for settings in tries
+        _rate_schedule(passes, settings, rate) if passes.changed_by(settings, "recast") else None for settings in tries
     ]
     if options.recast is True:
         return [new or old for old, new in zip(schedules, recasts, strict=True)]
@@ -161,7 +161,7 @@ def _overlap(settings: PassSettings) -> tuple[int | str, int]:
     return settings.prefetch, settings.in_flight
 
 
-def _candidate(passes: PassManager, settings: PassSettings, rate: _Rate) -> Candidate:
+def _rate_schedule(passes: PassManager, settings: PassSettings, rate: _Rate) -> Candidate:
     """Schedule a graph with some settings, and rate the result."""
     scheduled = passes.schedule_with(settings)
     return Candidate(settings, scheduled, *rate(scheduled))

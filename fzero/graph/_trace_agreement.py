@@ -46,13 +46,13 @@ def _signature(node: Node, groups: Mapping[str, str]) -> str:
 
     args: Any = map_arg((node.args, node.kwargs), show)  # pyright: ignore
     if str(node.target).startswith("_c10d_functional.all_to_all_single"):
-        args = (_permuted(*node.args), {})
+        args = (_describe_exchange(*node.args), {})
     if is_collective(node):
         args = ([groups.get(a, a) if isinstance(a, str) else a for a in args[0]], args[1])
     return _DEVICE.sub(r"\1", f"{node.target}{args} at {line_of(node)}")
 
 
-def _permuted(x: Any, output_splits: Any, input_splits: Any, group: Any) -> list[Any]:
+def _describe_exchange(x: Any, output_splits: Any, input_splits: Any, group: Any) -> list[Any]:
     """Describe an all_to_all. Sizes that differ by rank are left out: ranks that permute values may send nothing."""
     if len({*output_splits, *input_splits}) <= 1 and sum(input_splits):
         return [_Shown(dtypes_and_shapes(x)), output_splits, input_splits, group]

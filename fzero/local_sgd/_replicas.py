@@ -106,12 +106,14 @@ class ReplicaGroups:
 
     def join(self, trees: Sequence[Any]) -> list[PerRank]:
         """Return the distinct tensors of a tree that each replica holds, as arguments of a program of all ranks."""
-        columns = zip(*[_distinct(x) for x in trees], strict=True)
+        columns = zip(*[_distinct_tensors(x) for x in trees], strict=True)
         return [self._joined(xs, names) for xs, names in zip(columns, self._axes(trees[0]), strict=True)]
 
     def box(self, values: Any) -> list[PerRank]:
         """Return the distinct tensors of a tree as results of a program of all ranks, which differ along `over`."""
-        return [PerRank(x, self._with_over(a)) for x, a in zip(_distinct(values), self._axes(values), strict=True)]
+        return [
+            PerRank(x, self._with_over(a)) for x, a in zip(_distinct_tensors(values), self._axes(values), strict=True)
+        ]
 
     def write(self, boxes: Sequence[PerRank], trees: Sequence[Any]) -> None:
         """Write the results of a program that called `box` into the tensors of the replicas' trees.
@@ -119,7 +121,7 @@ class ReplicaGroups:
         The tensors keep their memory, and with it the layout in memory that a compiled step was traced for.
         """
         for row, x in enumerate(trees):
-            for old, box in zip(_distinct(x), boxes, strict=True):
+            for old, box in zip(_distinct_tensors(x), boxes, strict=True):
                 names = self.mesh.axis_names if box.axes is None else box.axes
                 old.copy_(self._row(box.value, names, row) if self.mesh.simulated else box.value)
 
@@ -166,7 +168,7 @@ class ReplicaGroups:
         return tuple([name for name in self.mesh.axis_names if name in names or name == self.over])
 
 
-def _distinct(values: Any) -> list[torch.Tensor]:
+def _distinct_tensors(values: Any) -> list[torch.Tensor]:
     """List the distinct tensors of a tree: a tied tensor comes once."""
     leaves = tree.flatten(values)[0]
     return [leaves[i] for i in tree.index_tensors(leaves)[0]]
@@ -185,5 +187,5 @@ def own_memory(values: Any) -> Any:
     def empty(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         return torch.empty_like(x) if x.shape == torch.Size(shape) else x.new_empty(tuple(shape))
 
-    xs = _distinct(values)
+    xs = _distinct_tensors(values)
     return rebuild(values, [y.copy_(x) for x, y in zip(xs, in_buffers(xs, empty), strict=True)])

@@ -130,7 +130,7 @@ def cross_entropy_of_head(
         hidden, weight, local, bias, _ChunkOptions(chunk, label_smoothing > 0, maps)
     )
     if axis is not None:
-        log_sum, target, total = _over_ranks(log_sum, target, total, axis)
+        log_sum, target, total = _combine_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
     classes = len(weight) * axis_size(bound)
     return loss_of_sums(
@@ -248,7 +248,7 @@ def _chunk_sums(
         return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if options.smooth else [])])
 
 
-def _over_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> _TokenSums:
+def _combine_ranks(log_sum: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None, axis: str) -> _TokenSums:
     """Combine the numbers of the ranks, each of which holds part of the classes."""
     # Detached, since the result does not depend on the maximum.
     maximum = along("all_gather", log_sum.detach().unsqueeze(-1), axis, -1).amax(-1)

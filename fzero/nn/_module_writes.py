@@ -115,7 +115,7 @@ class _ModuleContents(NamedTuple):
 
     Attributes:
         tensors: by attribute, the tensors that it is or contains, by id.
-        values: by attribute, its plain values, as `_plain` copies them.
+        values: by attribute, its plain values, as `_copy_plain_values` copies them.
         parameters: the names of the parameters.
         buffers: the buffers by name.
     """
@@ -134,7 +134,7 @@ def record_contents(module: torch.nn.Module) -> _ModuleContents:
         for name, x in _stored_attributes(m).items():
             path = f"{prefix}.{name}" if prefix else name
             tensors[path] = {id(y): y for y in tensors_in(x)}
-            values[path] = _plain(x, set())
+            values[path] = _copy_plain_values(x, set())
     return _ModuleContents(tensors, values, set(dict(module.named_parameters())), dict(module.named_buffers()))
 
 
@@ -160,7 +160,7 @@ def tensors_in(x: object) -> Iterator[torch.Tensor]:
 _NOT_PLAIN = object()
 
 
-def _plain(x: object, visited: set[int]) -> Any:
+def _copy_plain_values(x: object, visited: set[int]) -> Any:
     """Copy the numbers, strings and flags of a value, which may be a container; anything else is left out."""
     if x is None or isinstance(x, _PLAIN):
         return x
@@ -170,12 +170,12 @@ def _plain(x: object, visited: set[int]) -> Any:
     if isinstance(x, SimpleNamespace) or (is_dataclass(x) and not isinstance(x, type)):
         x = vars(x)
     if isinstance(x, dict):
-        copied = {key: _plain(y, visited) for key, y in x.items()}
+        copied = {key: _copy_plain_values(y, visited) for key, y in x.items()}
         return {key: y for key, y in copied.items() if y is not _NOT_PLAIN}
     if isinstance(x, set):
         return {y for y in x if isinstance(y, _PLAIN)}
     if isinstance(x, _CONTAINERS):
-        return [y for y in [_plain(y, visited) for y in x] if y is not _NOT_PLAIN]
+        return [y for y in [_copy_plain_values(y, visited) for y in x] if y is not _NOT_PLAIN]
     return _NOT_PLAIN
 
 

@@ -111,14 +111,14 @@ _Node = tuple[int, int]  # a process, and the number of a value in its graph
 def explain(graphs: Sequence[ValueGraph]) -> _Explanation:
     """Find the origin of the non-finite results of all processes."""
     results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
-    nans = _ends(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
+    nans = _walk_back(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
     for node in _in_time(graphs, nans):
-        sources = _ends(graphs, [parent for parent, _ in _parents(graphs, node)], nan=False)
+        sources = _walk_back(graphs, [parent for parent, _ in _parents(graphs, node)], nan=False)
         first = [n for n in _in_time(graphs, sources) if not _origin(graphs, n).is_intended]
         if first:
             return _Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
         return _Explanation(_with_all_ranks(graphs, node, nans), None)
-    infinities = _ends(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
+    infinities = _walk_back(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
     candidates = sorted(_in_time(graphs, infinities), key=lambda n: _origin(graphs, n).is_intended)
     return _Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
@@ -135,7 +135,7 @@ def _parents(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node,
                 yield (source, e.number), e.nan
 
 
-def _ends(graphs: Sequence[ValueGraph], start: Iterable[_Node], nan: bool) -> set[_Node]:
+def _walk_back(graphs: Sequence[ValueGraph], start: Iterable[_Node], nan: bool) -> set[_Node]:
     """Walk back from values, along edges of nan only or along all edges, to the values without parents."""
     stack = list(start)
     visited = set[_Node]()

@@ -82,7 +82,7 @@ class Engine:
             new = self._run(*state, local, _tensors(rates))
             self.params, self.opt_state, self.buffers, self.metrics = new
             return self.metrics
-        grads, self.buffers, metrics = self._program(self._loop_step.accumulate)(*state, local)
+        grads, self.buffers, metrics = self._make_program(self._loop_step.accumulate)(*state, local)
         del state  # the old optimizer's state is donated
         self.update(grads, rates)
         self.metrics = {**metrics, **self._loop_step.skipped(self.opt_state)}
@@ -98,7 +98,7 @@ class Engine:
             return self._loop_step.gradients(params, opt_state, buffers, others, MicroBatch({}, batch, 1))
 
         state = self.params, self.opt_state, self.buffers, self.others
-        loss, grads, self.buffers = self._program(run)(*state)
+        loss, grads, self.buffers = self._make_program(run)(*state)
         return loss, grads
 
     def update_and_measure(self, grads: Any, rates: Sequence[float], loss: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class Engine:
         self.update(grads, rates)
         self.metrics = {"loss": loss, "norm": norm, **self._loop_step.skipped(self.opt_state)}
 
-    def _program(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_program(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """Make a rank program of `f(params, ...)`, in which parameters have the layout that they have within a step."""
         layout = self.step.layout
 

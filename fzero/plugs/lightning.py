@@ -94,7 +94,7 @@ class Strategy(Processes):
         self._engine, self._new, self._grads = None, None, None
         self._is_zeroed, self._has_failed = True, False
         self.model = self.precision_plugin.convert_module(module)
-        opt, groups = self._optimizer(trainer) if is_fitting else (None, ParamGroups.without_updates(module))
+        opt, groups = self._make_optimizer(trainer) if is_fitting else (None, ParamGroups.without_updates(module))
         self._precision = half_precision(module, mixed_dtype(self.precision_plugin))
         self._engine = make_engine(
             model=module,
@@ -104,7 +104,7 @@ class Strategy(Processes):
             opt=opt,
             options=EngineOptions(
                 stage=self.stage,
-                mesh=self._mesh(),
+                mesh=self._make_mesh(),
                 backend=None,
                 remat=True,
                 clip=clipping(trainer),
@@ -116,14 +116,14 @@ class Strategy(Processes):
         if opt is not None:
             opt.zero_grad = self._zero_grad
 
-    def _optimizer(self, trainer: Trainer) -> tuple[Any, ParamGroups]:
+    def _make_optimizer(self, trainer: Trainer) -> tuple[Any, ParamGroups]:
         """Let the module make its optimizer; return it, and its groups for the sharded step."""
         self.setup_optimizers(trainer)
         (opt,) = self.optimizers
         module: Any = self.lightning_module
         return opt, param_groups(opt, module, "configure_optimizers")
 
-    def _mesh(self) -> Mesh:
+    def _make_mesh(self) -> Mesh:
         """Make the mesh of this trainer's processes.
 
         Raises:

@@ -142,7 +142,7 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     engine = make_engine(
         model=model.train(),
         others=list(others.values()),
-        loss=functools.partial(_loss, trainer),
+        loss=functools.partial(_compute_loss, trainer),
         optimizer_groups=param_groups(opt, model, source),
         opt=opt,
         options=EngineOptions(
@@ -164,14 +164,14 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
         setattr(trainer, name, apply.module)
 
 
-def _batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
+def _prepare_batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
     """Bring a batch to the device, and its floating-point tensors to the dtype of the parameters."""
     batch = dict(trainer._prepare_inputs(inputs))
     precision = trainer._fzero.precision
     return batch if precision is None else tree.map(lambda x: cast(x, precision), batch)
 
 
-def _loss(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def _compute_loss(trainer: Any, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """Compute the loss of a micro-batch, scaled as `Trainer.training_step` scales it."""
     inputs = {name: x for name, x in batch.items() if name not in (_COUNT, _ITEMS)}
     items = batch[_ITEMS]
@@ -189,7 +189,7 @@ class _Prediction:
         """Run the user's prediction step on a model that has its tensors."""
         predict: Any = super().prediction_step  # pyright: ignore[reportAttributeAccessIssue]
         return self._fzero.engine.call(
-            lambda model, batch: predict(model, batch, *args, **kwargs), _batch(self, inputs)
+            lambda model, batch: predict(model, batch, *args, **kwargs), _prepare_batch(self, inputs)
         )
 
 
@@ -214,7 +214,7 @@ class _ShardedTrainer(Trainer):
             )
         model.train()  # as Trainer does here: an evaluation has left dropout off
         counts = {_COUNT: self.current_gradient_accumulation_steps, _ITEMS: num_items_in_batch}
-        batch, rates = {**_batch(self, inputs), **counts}, engine.optimizer_groups.rates(optimizer)
+        batch, rates = {**_prepare_batch(self, inputs), **counts}, engine.optimizer_groups.rates(optimizer)
         skipped = engine.metrics.get("skipped", 0)
         if not engine.is_jitted:
             loss, new = engine.gradients(batch)

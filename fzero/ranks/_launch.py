@@ -143,14 +143,14 @@ def _as_other_rank(store: Any, rank: int, patience: float) -> str:
         _log.warning(_NOT_HERE, "rank 0", patience / _EARLY, patience)
         world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _EARLY), patience, message)
     store.set(f"{world}/arrived/{rank}", "")
-    absent = _outcome(store, rank, world, patience)
+    absent = _await_outcome(store, rank, world, patience)
     if absent:
         store.set(f"{world}/read/{rank}", "")
         raise MissingRankError(_absent_message(int(absent)))
     return world
 
 
-def _outcome(store: Any, rank: int, world: str, patience: float) -> str:
+def _await_outcome(store: Any, rank: int, world: str, patience: float) -> str:
     """Wait for the outcome of rank 0 while it gives signs of life; return the absent rank, "" for none."""
     sign, since, message = "", time.monotonic(), f"rank {rank} lost rank 0 during the rendezvous"
     while True:
@@ -221,24 +221,24 @@ def find_world() -> World | None:
     if not torch.distributed.is_available():
         return None
     env = os.environ
-    local = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
+    local = _read_number("LOCAL_RANK", _read_number("SLURM_LOCALID", 0))
     if torch.distributed.is_initialized():
         return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), local, "")
-    if "RANK" in env and _number("WORLD_SIZE", 1) > 1 and "MASTER_ADDR" not in env:
+    if "RANK" in env and _read_number("WORLD_SIZE", 1) > 1 and "MASTER_ADDR" not in env:
         raise ValueError(f"RANK and WORLD_SIZE={env['WORLD_SIZE']} are set, but MASTER_ADDR is not: set all or none")
     if all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        rank, size = _read_number("RANK", 0), _read_number("WORLD_SIZE", 1)
         if rank >= size:
             raise ValueError(f"RANK={rank} and WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1")
-        return World(rank, size, local, f"{env['MASTER_ADDR']}:{_number('MASTER_PORT', 29500)}")
+        return World(rank, size, local, f"{env['MASTER_ADDR']}:{_read_number('MASTER_PORT', 29500)}")
     # srun sets it for the tasks of a step; a batch script, which is one process, does not have it
-    size = _number("SLURM_STEP_NUM_TASKS", 1)
+    size = _read_number("SLURM_STEP_NUM_TASKS", 1)
     if size > 1 and "SLURM_PROCID" in env:
-        return World(_number("SLURM_PROCID", 0), size, local, _slurm_address())
+        return World(_read_number("SLURM_PROCID", 0), size, local, _slurm_address())
     return None
 
 
-def _number(name: str, default: int) -> int:
+def _read_number(name: str, default: int) -> int:
     """Read an environment variable that holds a number, 0 or more."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch(r"\s*\d+\s*", text, re.ASCII):
@@ -250,7 +250,7 @@ def _slurm_address() -> str:
     """Return the address where a Slurm step's tasks meet: its first host, and a port derived from the job's number."""
     env = os.environ
     host = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-    number = _number("SLURM_JOB_ID", 0) + _number("SLURM_STEP_ID", 0)
+    number = _read_number("SLURM_JOB_ID", 0) + _read_number("SLURM_STEP_ID", 0)
     port = env.get("MASTER_PORT") or 20000 + number % 10000
     return f"{host}:{port}"
 

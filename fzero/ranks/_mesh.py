@@ -94,10 +94,10 @@ def mesh(
     join(world, own, timeout)
     names, sizes = zip(*shape, strict=True)
     device_mesh = init_device_mesh(own.type, sizes, mesh_dim_names=names)
-    return Mesh(shape, device_mesh, _joint_groups(device_mesh), device=own)
+    return Mesh(shape, device_mesh, _create_joint_groups(device_mesh), device=own)
 
 
-def _joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
+def _create_joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
     """Create a process group for each product of several axes: `("dp,ep", group)`.
 
     With it, a collective over several axes is one operation. All processes create all groups, in one order.

@@ -107,7 +107,7 @@ class Spmd:
     def _by_vmap(self, call: Any) -> Any:
         """Run all ranks as batch dimensions: vmap each axis's token, and each argument that differs along the axis."""
         shape, names = self.mesh.shape, self.mesh.axis_names
-        leaves, axes, structure = _checked_leaves(call, self.mesh)
+        leaves, axes, structure = _flatten_arguments(call, self.mesh)
         leaves = [
             x.unflatten(0, [size for name, size in shape if name in a]) if len(a) > 1 else x
             for x, a in zip(leaves, axes, strict=True)
@@ -138,7 +138,7 @@ class Spmd:
         is_outermost = torch.compiler.is_dynamo_compiling() or not vmaps()
         is_unbatched = [not kind and is_outermost for kind in kinds]
         for name, size in reversed(shape):
-            run = _vmapped(run, name, size, axes, kinds, is_unbatched)
+            run = _map_over_axis(run, name, size, axes, kinds, is_unbatched)
         groups = [iter(group) for group in run((), *leaves)]
         out_leaves, out_structure, out_axes = result.pop()
         out = []
@@ -156,7 +156,7 @@ class Spmd:
                 "ranks in lockstep are threads, and a torch.func transform around mesh.spmd does not reach into them: "
                 'apply the transform inside the rank program, or leave out simulate="lockstep"'
             )
-        leaves, axes, structure = _checked_leaves(call, self.mesh)
+        leaves, axes, structure = _flatten_arguments(call, self.mesh)
 
         def rank(bound: tuple[Axis, ...], joint: tuple[Axis, ...]) -> Any:
             copies: dict[Any, Any] = {}  # tied arguments stay tied
@@ -164,7 +164,7 @@ class Spmd:
             out = self._call(bound, joint, tree.unflatten(structure, values))
             return (*tree.flatten_with_paths(out), axes_of(out, self.mesh.axis_names))
 
-        return _combined(self.mesh, lockstep.run(self.mesh.shape, rank))
+        return _combine(self.mesh, lockstep.run(self.mesh.shape, rank))
 
 
 def _is_vmap_error(error: RuntimeError, mesh: "Mesh") -> bool:
@@ -180,7 +180,7 @@ def _is_vmap_error(error: RuntimeError, mesh: "Mesh") -> bool:
     return in_place or "vmap" in text or "Batching rule not implemented" in text
 
 
-def _vmapped(
+def _map_over_axis(
     run: Callable[..., Any],
     name: str,
     size: int,
@@ -228,7 +228,7 @@ def _rank_value(x: Any, axes: _Names, bound: tuple[Axis, ...], copies: dict[Any,
     return x[row].clone() if isinstance(x, torch.Tensor) else x
 
 
-def _combined(mesh: "Mesh", ranks: list[Any]) -> Any:
+def _combine(mesh: "Mesh", ranks: list[Any]) -> Any:
     """Combine the ranks' results: values that differ by rank are stacked, and all other values must be equal."""
     paths, leaves, structure, axes = ranks[0]
     for r, (_, _, other, other_axes) in enumerate(ranks):
@@ -269,7 +269,7 @@ def _difference(x: Any, y: Any) -> str:
 # Arguments.
 
 
-def _checked_leaves(call: Any, mesh: "Mesh") -> tuple[list[Any], list[_Names], Any]:
+def _flatten_arguments(call: Any, mesh: "Mesh") -> tuple[list[Any], list[_Names], Any]:
     """Flatten the arguments of a simulation, and check that values that differ by rank are stacked over the ranks."""
     paths, leaves, structure = tree.flatten_with_paths(call)
     axes = axes_of(call, mesh.axis_names)

@@ -223,14 +223,14 @@ def open_argument(
     groups: list[_GradientGroup] = [
         _of_shard(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)
     ]
-    groups += [_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
+    groups += [_group_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
     if axes:
         check_inputs_replicated(name, axes, paths, entries)
         groups += _of_replicated(arg, entries, axes, precision)
     else:
         positions, indices = tree.index_tensors(entries)
         members = [(i, index) for i, index in enumerate(indices) if index is not None]
-        groups += _of_tensors(members, [entries[i] for i in positions], precision)
+        groups += _groups_of_tensors(members, [entries[i] for i in positions], precision)
     return Argument(entries, structure, groups)
 
 
@@ -246,7 +246,9 @@ def _rounding(dtype: torch.dtype, precision: Precision | None) -> CodecKey | Non
     return None if precision is None else precision.gradients(dtype).gather_key
 
 
-def _of_tensors(members: _Members, variables: list[torch.Tensor], precision: Precision | None) -> list[_GradientGroup]:
+def _groups_of_tensors(
+    members: _Members, variables: list[torch.Tensor], precision: Precision | None
+) -> list[_GradientGroup]:
     """Return one group, or with a codec a group for each dtype: it rounds parameters of the policy's dtype alone."""
     if precision is None or precision.gather is None:
         return [
@@ -319,7 +321,7 @@ def _of_shard(
     )
 
 
-def _of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
+def _group_of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
     """Return the group of a `PerRank` box: its distinct tensors, whose gradients differ by rank as they do."""
     entries, structure = tree.flatten(box.value)
     positions, indices = tree.index_tensors(entries)

@@ -162,7 +162,7 @@ class _Computation:
 
         is_tracked = any(call.differentiated) and (call.save is not None or bool(self.steps))
         versions = [x._version for x in tensors]
-        out, batch_flags = self._through(f, tensors, is_tracked)
+        out, batch_flags = self._run_through(f, tensors, is_tracked)
         if versions != [x._version for x in tensors]:
             raise RuntimeError("remat: the block writes into an argument in place: return a new value instead")
         guard, result = runs[-1]
@@ -180,11 +180,11 @@ class _Computation:
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.call.run(xs, Guard(None), tape)[0]
 
-        out, batch_flags = self._through(f, tensors[self.tape_size :], recording.is_tracked)
+        out, batch_flags = self._run_through(f, tensors[self.tape_size :], recording.is_tracked)
         tape.finish()
         return _RunInfo(batch_flags, recording), out
 
-    def _through(
+    def _run_through(
         self, f: TupleFunction, inputs: Tensors, is_tracked: bool
     ) -> tuple[tuple[torch.Tensor, ...], tuple[BatchFlags, ...]]:
         """Run `f` through the steps; return the outputs, and for each step which outputs have its batch."""

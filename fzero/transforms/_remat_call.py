@@ -116,7 +116,7 @@ class StandIns:
         return any(isinstance(x, _ShardStandIn | Slot) for x in self.leaves)
 
 
-def _arguments(args: Any, kwargs: Any, distinct: _DistinctTensors) -> StandIns:
+def _replace_arguments(args: Any, kwargs: Any, distinct: _DistinctTensors) -> StandIns:
     """Replace the tensors in a call's arguments, and in their boxes, by stand-ins.
 
     Raises:
@@ -130,7 +130,7 @@ def _arguments(args: Any, kwargs: Any, distinct: _DistinctTensors) -> StandIns:
     return StandIns(tuple(stand_ins), structure)
 
 
-def _result(out: Any, distinct: _DistinctTensors) -> StandIns:
+def _replace_result(out: Any, distinct: _DistinctTensors) -> StandIns:
     """Replace the tensors in a result by stand-ins; boxes are flattened like other trees.
 
     Raises:
@@ -257,7 +257,7 @@ class BlockCall:
         with self.autocast.restore():
             out = run() if self.scope is None else call_in_scope(self._rebind(self.scope, tensors), run)
         distinct = _DistinctTensors()
-        stand_ins = _result(out, distinct)
+        stand_ins = _replace_result(out, distinct)
         return tuple(distinct.tensors), stand_ins
 
     def _rebind(self, scope: Scope, tensors: Sequence[torch.Tensor]) -> Scope:
@@ -282,7 +282,7 @@ def flatten_call(
     """
     check_captured(block)
     distinct, scope = _DistinctTensors(), current_scope()
-    stand_ins = _arguments(args, kwargs, distinct)
+    stand_ins = _replace_arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.index_of(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])

@@ -117,7 +117,7 @@ class ConfigurationTable(FigureReport):
             ValueError: if none fits. The message shows the smallest one, and settings that would need less memory.
         """
         if not self.fitting:
-            raise ValueError(self._nothing_fits())
+            raise ValueError(self._explain_no_fit())
         row = self.fitting[0]
         faster = [r for r in self.too_large if r.seconds < row.seconds]
         if not faster:
@@ -171,7 +171,7 @@ class ConfigurationTable(FigureReport):
             run = replace(run, shape=make_step.shape, length=make_step.length, activations=activations)
         return EXPORTS[system](run)
 
-    def _nothing_fits(self) -> str:
+    def _explain_no_fit(self) -> str:
         """Explain by how much the smallest row does not fit, and which settings would need less memory."""
         row = self.too_large[0]
         c = row.config

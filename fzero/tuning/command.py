@@ -62,7 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     _check_required(args)
-    what_fails = _what_fails(args)
+    what_fails = _reliability_of(args)
     case, shape = _case_of(args)
     table, name = case.table, shape.name if shape else args.model
     console = Console(width=None if sys.stdout.isatty() else width_of(table, 180), highlight=False)
@@ -118,7 +118,7 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
     for one in each:
         _check_required(one)
         machine_of(one.machine)  # an unknown one is an error before the first case is planned
-    _what_fails(args)  # its options are wrong without --mtbf
+    _reliability_of(args)  # its options are wrong without --mtbf
     cases, errors = list[Case](), dict[str, ValueError]()
     for one in each:
         try:
@@ -137,7 +137,7 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
     return 0 if any(case.table.fitting for case in cases) else 1
 
 
-def _what_fails(args: argparse.Namespace) -> Reliability | None:
+def _reliability_of(args: argparse.Namespace) -> Reliability | None:
     """Return the failures of a long run, checked before anything is planned; None without --mtbf."""
     times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
     known_times = {name: value for name, value in times.items() if value is not None}

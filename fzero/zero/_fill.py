@@ -35,7 +35,7 @@ def fill_template(label: str, source: TreeSource, template: Any, mesh: Mesh, lik
     source.check_before(label, mesh)
     paths, entries, structure = tree.flatten_with_paths(template, is_box)
     devices: list[Any] = [x if x is None or x.type == "meta" else mesh.device for x in source.devices]
-    boxes, destinations = _zero_boxes(label, (paths, entries), devices, mesh)
+    boxes, destinations = _make_zero_boxes(label, (paths, entries), devices, mesh)
     targets = devices if like is None else list(map(_device_like, entries, source.devices, devices))
     copies = _PlainCopies(entries, targets)
     result = [
@@ -59,7 +59,7 @@ def fill_template(label: str, source: TreeSource, template: Any, mesh: Mesh, lik
     return tree.unflatten(structure, result)
 
 
-def _zero_boxes(
+def _make_zero_boxes(
     label: str, template: tuple[list[str], list[Any]], devices: list[Any], mesh: Mesh
 ) -> tuple[dict[int, Any], dict[int, "_Destination"]]:
     """Make the boxes of a template anew, filled with zeros.

@@ -158,11 +158,11 @@ def test_a_graph_is_the_same_in_another_process():
 @pytest.fixture
 def other_settings():
     """All that tells apart what is compiled, beside the code."""
-    before = compiler._settings()
+    before = compiler._read_settings()
     matmul = {"fp32_precision": "ieee", **dict.fromkeys(compiler._MATMUL[1:], False)}
-    compiler._set(compiler._Settings(2, torch.float64, matmul, True, True))
+    compiler._apply_settings(compiler._Settings(2, torch.float64, matmul, True, True))
     yield
-    compiler._set(before)
+    compiler._apply_settings(before)
 
 
 @pytest.mark.slow

@@ -252,9 +252,11 @@ MUTANTS = [
         ),
     ),
     *File("checkpoint/layout/_manifest.py", DAMAGE).faults(
-        Fault("a manifest's nonce is not checked", "_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")),
+        Fault(
+            "a manifest's nonce is not checked", "_parse_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")
+        ),
         Fault("a manifest's checksum is not compared", "parse", dropped("int(frame[1], 16) != A")),
-        Fault("leaves larger than their files are accepted", "_manifest", always("A <= B(C.size for C in D)")),
+        Fault("leaves larger than their files are accepted", "_parse_manifest", always("A <= B(C.size for C in D)")),
     ),
     *File("checkpoint/layout/_manifest.py", FUZZ).faults(
         Fault("a manifest of any length is read", "read_manifest", never("A > B")),

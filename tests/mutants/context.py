@@ -23,7 +23,7 @@ MUTANTS = [
         ),
         Fault(
             "sequences are padded at their beginning",
-            "_padded",
+            "_pad_tokens",
             becomes("[0, missing]", "[missing, 0]"),
             LAYOUT + ATTENTION,
         ),

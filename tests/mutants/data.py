@@ -35,7 +35,7 @@ MUTANTS = [
         ),
         Fault(
             "an error of a data set shows torch's loader",
-            "_boxed",
+            "_box_each",
             becomes("UserFrames()", "__import__('contextlib').nullcontext()"),
             ("tests/test_tracebacks.py",),
         ),
@@ -54,7 +54,7 @@ MUTANTS = [
         Fault("a batch is padded to its shortest example", "Padding.length_of", becomes("max", "min")),
         Fault(
             "the lengths that pad most are chosen",
-            "_best_buckets",
+            "_choose_best_buckets",
             becomes("(A[:, None] + B).min", "(A[:, None] + B).max"),
         ),
         Fault("the chances of a batch's length are those of one example", "_chances", bare("A ** B")),

@@ -66,7 +66,7 @@ MUTANTS = [
             (constant(1, 0, at="2 of 4"), constant(0, 1, at="2 of 2")),
         ),
         Fault("combine does not send rows back to their ranks", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
-        Fault("all sequences of a rank share one set of positions", "_flat", bare("A + B")),
+        Fault("all sequences of a rank share one set of positions", "_renumber", bare("A + B")),
         Fault("combine accepts gates of a wrong shape", "combine", never("A.shape != (B, C, D)"), INPUT),
     ),
     *File("parallel/experts/_sum_rows.py", POSITIONS).faults(
@@ -121,8 +121,8 @@ MUTANTS = [
         ),
         Fault("rows behind the last expert's are not masked", "_mm", constant(0, 1, at="2 of 4")),
         Fault("the gradient's matrices are not transposed", "_GroupedProduct.backward", bare("A.mT", at="1 of 2")),
-        Fault("a kernel is used for a leaf that is not aligned", "_aligned", always("A and is_aligned"), LAYER),
-        Fault("the flops of a grouped product include the padding", "_flops", becomes("2 * A", "2 * x[0]")),
+        Fault("a kernel is used for a leaf that is not aligned", "_align", always("A and is_aligned"), LAYER),
+        Fault("the flops of a grouped product include the padding", "_count_flops", becomes("2 * A", "2 * x[0]")),
         Fault("a kernel gets a matrix without columns", "_has_kernel", bare("B and A"), BY_HAND),
     ),
     *File("parallel/experts/_load_balance.py", ROUTE).faults(
@@ -193,10 +193,10 @@ MUTANTS = [
     *File("parallel/experts/transformers.py", TRANSFORMERS).faults(
         Fault(
             "the weights of transformers are not transposed",
-            "_experts.as_matrix",
+            "_run_experts.as_matrix",
             returns("weight.mT if module.is_transposed else weight"),
         ),
-        Fault("biases are left out", "_experts", never("A.has_bias", at="1 of 2")),
+        Fault("biases are left out", "_run_experts", never("A.has_bias", at="1 of 2")),
         Fault("the number of experts is read from the rank's part", "_count", bare("getattr(B, 'num_experts', A)")),
         Fault(
             "a module that is no known mixture of experts is split",

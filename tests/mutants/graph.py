@@ -363,12 +363,12 @@ MUTANTS = [
     *File("graph/loop/_insert_loops.py", LOOPS).faults(
         Fault(
             "a collective that nothing reads is kept",
-            "_body",
+            "_make_body",
             dropped("not A(B)"),
             ("tests/parallel/pipeline/test_plan.py",),
         ),
-        Fault("sums of a loop start at 1", "_initial_sum", becomes("-0.0", "1.0")),
-        Fault("sums of a loop start at 0.0, not at -0.0", "_initial_sum", becomes("-0.0", "0.0")),
+        Fault("sums of a loop start at 1", "_add_initial_sum", becomes("-0.0", "1.0")),
+        Fault("sums of a loop start at 0.0, not at -0.0", "_add_initial_sum", becomes("-0.0", "0.0")),
         Fault(
             "a value that changes by iteration is moved out of the loop", "_hoist", never("A not in B and C"), UNROLLED
         ),
@@ -389,7 +389,7 @@ MUTANTS = [
             "_compare",
             becomes("reversed(A)", "reversed(second)"),
         ),
-        Fault("sums of a loop do not have the strides of what is added", "_initial_sum", bare("(-B.stride(A), A)")),
+        Fault("sums of a loop do not have the strides of what is added", "_add_initial_sum", bare("(-B.stride(A), A)")),
     ),
     *File("graph/loop/_scan.py", LOOPS).faults(
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),

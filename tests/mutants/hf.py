@@ -20,13 +20,15 @@ MUTANTS = [
         Fault(
             "the shapes of a folder are not compared with the leaves", "_check_leaves", dropped("A[B].shape != C.shape")
         ),
-        Fault("an index may name files outside its folder", "_weight_map", never("any(A in B for A in '/\\\\\\x00')")),
+        Fault(
+            "an index may name files outside its folder", "_read_weight_map", never("any(A in B for A in '/\\\\\\x00')")
+        ),
         Fault(
             "two different values of a tied leaf are accepted",
             "_fill",
             becomes("not A(B, C[D], E)", "False and not A(B, C[D], E)"),
         ),
-        Fault("tensors of a file may overlap", "_header", always("A == end")),
+        Fault("tensors of a file may overlap", "_read_header", always("A == end")),
     ),
     *File("checkpoint/hf/_write.py", HF).faults(
         Fault(

@@ -68,7 +68,7 @@ MUTANTS = [
             "ProcessMonitor._silent",
             becomes("since if size == tcp.acknowledged else now", "since"),
         ),
-        Fault("a peer that does not read is a sign of work", "_connection", becomes("A != _PROBE", "True")),
+        Fault("a peer that does not read is a sign of work", "_read_connection", becomes("A != _PROBE", "True")),
         Fault("the network is no work", "ProcessMonitor.sample", skipped("self._count(('network', A), B)")),
     ),
     *File("_liveness/_cut_links.py", LINKS).faults(

@@ -45,7 +45,9 @@ MUTANTS = [
             becomes("A.select(B, replica)", "A.select(B, 0)"),
         ),
         Fault("rows of replicas lie first on any mesh", "ReplicaGroups._joined", becomes("A.movedim(0, B)", "A")),
-        Fault("tied leaves are two", "_distinct", becomes("tree.index_tensors(leaves)[0]", "range(len(leaves))")),
+        Fault(
+            "tied leaves are two", "_distinct_tensors", becomes("tree.index_tensors(leaves)[0]", "range(len(leaves))")
+        ),
     ),
     *File("local_sgd/_checkpoint.py", LOCAL).faults(
         Fault("replicas load the first one's state", "load_replicas", becomes("replica % replicas", "0")),

@@ -87,7 +87,7 @@ MUTANTS = [
         Fault("a chunk's labels are those of the first chunk", "_chunk_sums", bare("A - B * C")),
         Fault("the sums of half precision are taken in half precision", "_chunk_sums", bare("at_least_float32(A)")),
         Fault("logits are not capped again", "_cap", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
-        Fault("ranks add their sums without the maximum", "_over_ranks", becomes("A[0].log() + B", "A[0].log()")),
+        Fault("ranks add their sums without the maximum", "_combine_ranks", becomes("A[0].log() + B", "A[0].log()")),
         Fault("smoothing divides by a rank's classes", "cross_entropy_of_head", becomes("len(A) * B(C)", "len(A)")),
     ),
     *File("nn/_lazy_logits.py", ("tests/nn/test_chunked_loss.py",)).faults(
@@ -178,7 +178,7 @@ MUTANTS = [
         Fault(
             "an attribute that is filled in once is taken for a counter", "check_leftovers", dropped("A is not None")
         ),
-        Fault("a value in an object in an attribute is not seen", "_plain", never("isinstance(x, A) or B")),
+        Fault("a value in an object in an attribute is not seen", "_copy_plain_values", never("isinstance(x, A) or B")),
         Fault("attributes that the user declares constant are refused", "LeftoverCheck.is_ignored", returns("False")),
         Fault("tensors in a list in an attribute are not found", "tensors_in", never("isinstance(A, B)", at="2 of 3")),
         Fault("a parameter that a call replaces is not reported", "check_writes", never("A[B] is not C")),

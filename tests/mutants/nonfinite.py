@@ -10,7 +10,7 @@ MUTANTS = [
     *File("observe/_value_graph.py", DEBUG).faults(
         Fault(
             "infinities are followed as if they were nan",
-            "_ends",
+            "_walk_back",
             becomes("[A for A, B in C(D, E) if B or not F]", "[A for A, _ in C(D, E)]"),
         ),
         Fault(

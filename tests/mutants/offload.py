@@ -249,9 +249,9 @@ MUTANTS = [
     ),
     *File("graph/planning/_clocks.py", COST).faults(
         Fault("the host's work takes no time in the cost model", "estimate_seconds", returns("clocks.work")),
-        Fault("the host starts before its inputs arrive", "_HostClock.computes", bare("max(A, self.B(C))")),
+        Fault("the host starts before its inputs arrive", "_HostClock.compute", bare("max(A, self.B(C))")),
         Fault("the device does not wait for the host", "_Clocks._move", never("A > self.work")),
-        Fault("a view is ready before its base", "_Clocks.run", skipped("A.passes_on(B)")),
+        Fault("a view is ready before its base", "_Clocks.run", skipped("A.pass_on(B)")),
         Fault("a timeline has no waits for collectives", "_Clocks._wait_until", skipped("A.note(B, C, D, E, F)")),
         Fault("a timeline shows one iteration of a loop", "_Clocks._note_iterations", becomes("A.iterations", "1")),
         Fault("iterations of a loop lie on one another", "_Clocks._note_iterations", becomes("A += B", "A += 0")),

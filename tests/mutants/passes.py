@@ -45,12 +45,14 @@ MUTANTS = [
             bare("[*A[-1].all_input_nodes, *A]"),
             FUSED,
         ),
-        Fault("values that wait for the last gradient are not scheduled late", "_roles", skipped("A |= B(C, D, A)")),
-        Fault("every value that waits is scheduled late", "_waiting", dropped("A(B, C)")),
+        Fault(
+            "values that wait for the last gradient are not scheduled late", "_node_roles", skipped("A |= B(C, D, A)")
+        ),
+        Fault("every value that waits is scheduled late", "_waiting_nodes", dropped("A(B, C)")),
         Fault("late operands count as memory that a value frees", "_grows", dropped("A not in late")),
         Fault("0-d values join independent updates", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("nodes that become ready are not listed at once", "_append", skipped("A += [] if B else C(D, E, F)")),
-        Fault("a cast that was made again is scheduled early", "_roles", never("A in B.meta")),
+        Fault("a cast that was made again is scheduled early", "_node_roles", never("A in B.meta")),
         Fault("updates run at the end of the step", "list_nodes", skipped("A(B, C)", at="1 of 4"), ORDER),
         Fault(
             "an argument is overwritten while a gather reads it",

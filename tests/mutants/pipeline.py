@@ -130,7 +130,7 @@ MUTANTS = [
     *File("graph/_trace_agreement.py", PROCESSES).faults(
         Fault(
             "ranks that differ in a permutation count as disagreeing",
-            "_permuted",
+            "_describe_exchange",
             always("len({*A, *B}) <= 1 and sum(B)"),
         ),
         Fault(
@@ -159,7 +159,7 @@ MUTANTS = [
             "_iteration_of",
             becomes("A[1]", "A[0]"),
         ),
-        Fault("a gather that this rank does not read is dropped from its graph", "_body", dropped("*A(B.C)")),
+        Fault("a gather that this rank does not read is dropped from its graph", "_make_body", dropped("*A(B.C)")),
     ),
     *File("graph/passes/_send_early.py", PLAN).faults(
         Fault("the messages of an iteration are not sent first", "send_early", never("A[0].args[0] == 'B'")),

@@ -18,7 +18,9 @@ MUTANTS = [
         ),
         Fault("dropout stays off after an evaluation", "_ShardedTrainer.training_step", skipped("model.train()")),
         Fault(
-            "a loss per micro-batch is not divided by their number", "_loss", becomes("loss / batch[_COUNT]", "loss")
+            "a loss per micro-batch is not divided by their number",
+            "_compute_loss",
+            becomes("loss / batch[_COUNT]", "loss"),
         ),
         Fault(
             "micro-batches of a step that a callback stopped are used by the next run",

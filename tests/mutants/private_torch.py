@@ -140,7 +140,7 @@ MUTANTS = [
         ),
         Fault("a length of 1 uses the code of other lengths", "decisions.holds", dropped("A >= 2")),
         Fault("a fractional size counts as a whole number", "_Operations._check", bare("torch.SymFloat | A")),
-        Fault("every division of sizes counts as exact", "_simplified", bare("B.C and A")),
+        Fault("every division of sizes counts as exact", "_simplify", bare("B.C and A")),
         Fault(
             "a number that a substitute ignores may follow the length",
             "_Substitutes.__torch_function__",

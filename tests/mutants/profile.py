@@ -24,7 +24,7 @@ MUTANTS = [
         Fault("an update's error shows frames of fzero", "checks_gradients", bare("api_boundary(A)")),
     ),
     *File("_torch/tracing.py", TRACEBACKS).faults(
-        Fault("torch logs an error that it also raises", "_unlogged.keep", returns("'' in record.getMessage()")),
+        Fault("torch logs an error that it also raises", "_without_log.keep", returns("'' in record.getMessage()")),
     ),
     *File("_torch/recorder.py", PROFILING).faults(
         Fault("a node of the backward pass never has its own forward line", "_source", bare("B or A")),

@@ -23,7 +23,7 @@ MUTANTS = [
             ),
         ),
         Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),
-        Fault("another rank gives up before rank 0 does", "_outcome", always("newest == sign and A")),
+        Fault("another rank gives up before rank 0 does", "_await_outcome", always("newest == sign and A")),
         Fault("a late rank is not waited for", "_as_rank_0", becomes("came_at if A else now", "came_at")),
         Fault("a rank that never comes is waited for", "_patience", becomes("max(A, _PATIENCE)", "timeout")),
         Fault("a wait in a dark store has no bound", "_wait_for", becomes("value.result(patience)", "value.result()")),
@@ -62,7 +62,7 @@ MUTANTS = [
     *File("ranks/_spmd.py", STEP).faults(
         Fault(
             "ranks in lockstep do not compare their plain results",
-            "_combined",
+            "_combine",
             becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])"),
         ),
     ),

@@ -113,7 +113,7 @@ MUTANTS = [
             "_in_micro_batches",
             bare("A / B.rank_of_stage.count(C)"),
         ),
-        Fault("numbers are drawn into boxes that are too narrow", "_panel", becomes("A * scale", "1000000000.0")),
-        Fault("ranks are drawn from the bottom up", "_panel", becomes("A - 0.45", "-A - 0.45")),
+        Fault("numbers are drawn into boxes that are too narrow", "_draw_panel", becomes("A * scale", "1000000000.0")),
+        Fault("ranks are drawn from the bottom up", "_draw_panel", becomes("A - 0.45", "-A - 0.45")),
     ),
 ]

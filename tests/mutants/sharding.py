@@ -91,7 +91,10 @@ MUTANTS = [
     *File("sharding/units/_units.py").faults(
         Fault("tied leaves are stored twice", "assign_units", never("A.B(C) in D")),
         Fault(
-            "every leaf is split along dimension 0", "_unit", becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"), AXES
+            "every leaf is split along dimension 0",
+            "_make_unit",
+            becomes("A(B, C, dim=D[E][C])", "A(B, C, dim=0)"),
+            AXES,
         ),
     ),
     *File("sharding/maps/_unit_maps.py").faults(

@@ -65,7 +65,9 @@ MUTANTS = [
         Fault("a shell is copied with its block", "Shell.__deepcopy__", renamed("copied"), PIPELINE),
     ),
     *File("nn/split/_dynamic_block.py", SPLIT).faults(
-        Fault("blocks with different constants run as one kind", "_kinds", becomes("A(B, calls)", "B or calls")),
+        Fault(
+            "blocks with different constants run as one kind", "_group_by_kind", becomes("A(B, calls)", "B or calls")
+        ),
         Fault("constants of functions are not compared", "_same", becomes("bool(A == B)", "True")),
         Fault("blocks that share a constant tensor count as different kinds", "_same", never("A is b")),
         Fault(

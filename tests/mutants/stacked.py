@@ -24,7 +24,7 @@ MUTANTS = [
         Fault("a state of a stacked list is not stacked", "map_blocks", becomes("A(B)(C(B))", "B[name]"), TOOLS),
     ),
     *File("sharding/units/_units.py", CHECKPOINT).faults(
-        Fault("the spec of a stacked list has no items", "_unit", becomes("A.get(B)", "None")),
+        Fault("the spec of a stacked list has no items", "_make_unit", becomes("A.get(B)", "None")),
     ),
     *File("zero/_call_checks.py", ERRORS).faults(
         Fault("blocks that another schedule stacked are accepted", "_check_stacked", never("A != B.C")),
@@ -83,7 +83,7 @@ MUTANTS = [
         Fault("every manifest has version 2", "Manifest.text", always("any(A.B for A in C.D)")),
         Fault("a coordinate beyond the axis is accepted", "_group", becomes("A < B[C]", "A >= 0")),
         Fault("a copy of no leaf is accepted", "_group", becomes("set(A.B)", "set()")),
-        Fault("a leaf with copies only is accepted", "_manifest", dropped("A not in B.C")),
+        Fault("a leaf with copies only is accepted", "_parse_manifest", dropped("A not in B.C")),
     ),
     *File("checkpoint/layout/_json_values.py", CHECKPOINT).faults(
         Fault("a None in place of another rank's blocks is not kept", "_value_like", never("A(B.get(C))")),

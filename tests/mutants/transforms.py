@@ -108,9 +108,15 @@ MUTANTS = [
     ),
     *File("transforms/_gradient_groups.py", OWN).faults(
         Fault(
-            "gradients of PerRank values are summed over the ranks", "_of_per_rank", dropped("box.A is not None and B")
+            "gradients of PerRank values are summed over the ranks",
+            "_group_of_per_rank",
+            dropped("box.A is not None and B"),
         ),
-        Fault("gradients of a PerRank value's copies are not summed", "_of_per_rank", never("box.A is not None and B")),
+        Fault(
+            "gradients of a PerRank value's copies are not summed",
+            "_group_of_per_rank",
+            never("box.A is not None and B"),
+        ),
         Fault("a differentiated tensor may differ by rank", "open_argument", skipped("A(B, C, D, E)")),
         Fault(
             "each copy of one value has its own gradient",

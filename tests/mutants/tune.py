@@ -71,7 +71,7 @@ MUTANTS = [
         Fault("no row is planned in full", "refine", becomes("not A.B", "False")),
         Fault(
             "a row whose extrapolation nearly fits is refused",
-            "_deciding",
+            "_deciding_rows",
             becomes("[*A, *B]", "A", at="1 of 2"),
             EXTRAPOLATION,
         ),
@@ -374,10 +374,12 @@ MUTANTS = [
         Fault("the speed of a copy counts wrong bytes", "_copy_speed", becomes("2 * 4", "-4")),
         Fault("the latency of a ring is counted in its speed", "_fit_links", bare("A - (B - 1) * C")),
         Fault("a link's speed includes its latency", "_fit_links", bare("max(A - B, 0.1 * A)")),
-        Fault("an assumed constant counts as measured", "_machine", constant("assumed, as for ", "measured, as for ")),
+        Fault(
+            "an assumed constant counts as measured", "_make_machine", constant("assumed, as for ", "measured, as for ")
+        ),
         Fault(
             "links between machines have the speed of links within",
-            "_link_constants",
+            "_measure_links",
             always("A > 1", at="1 of 2"),
             (*CALIBRATE, "-m", "slow or not slow"),
         ),
@@ -414,7 +416,9 @@ MUTANTS = [
     ),
     *File("tuning/long_runs/_simulated_run.py", GOODPUT).faults(
         Fault(
-            "a run of many devices fails like one device", "SimulatedRun._lifetime", becomes("A / self.devices", "A")
+            "a run of many devices fails like one device",
+            "SimulatedRun._draw_lifetime",
+            becomes("A / self.devices", "A"),
         ),
         Fault("a failure loses no steps", "SimulatedRun._stop", becomes("self.work - A", "0.0")),
         Fault("a save counts before it is complete", "SimulatedRun._fail", becomes("self.now - A", "self.now")),

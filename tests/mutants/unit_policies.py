@@ -30,7 +30,7 @@ MUTANTS = [
         Fault("a list counts as a level", "_nodes", becomes("not A", "1", at="1 of 2")),
         Fault("a node does not count in its depth", "_nodes", becomes("is_list", "children", at="2 of 3")),
         Fault("by_granularity may make units beyond its cap", "by_granularity", dropped("A.numel <= B")),
-        Fault("a node's own leaves may exceed the cap", "_unit", dropped("A[B].C <= D")),
+        Fault("a node's own leaves may exceed the cap", "_unit_name", dropped("A[B].C <= D")),
     ),
     *File("sharding/units/_unit_policy.py", UNITS).faults(
         Fault("a rule of sizes takes tied leaves for separate leaves", "find_unit_leaves", never("A.B(C) in D")),

@@ -16,7 +16,9 @@ MUTANTS = [
         Fault("the sign of four bits is lost", "unpack", becomes("A - 8", "A")),
         Fault("codes are rounded down", "quantize", becomes("torch.round(x)", "torch.floor(x)")),
         Fault(
-            "rounding at random forgets the place", "_fractions", becomes("mix_bits(A, B << 32)", "mix_bits(A, B * 0)")
+            "rounding at random forgets the place",
+            "_draw_fractions",
+            becomes("mix_bits(A, B << 32)", "mix_bits(A, B * 0)"),
         ),
         Fault(
             "a nan is no large magnitude",
@@ -60,7 +62,7 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_gradient_groups.py", CODED).faults(
-        Fault("an unsharded program does not round", "_of_tensors", dropped("rounding=A")),
+        Fault("an unsharded program does not round", "_groups_of_tensors", dropped("rounding=A")),
         Fault("full leaves of stages 0 and 1 are not rounded", "_rounded", always("key is None")),
     ),
     *File("optim/_precision.py", CODED).faults(

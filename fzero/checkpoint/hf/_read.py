@@ -144,17 +144,17 @@ def _tensors_in(files: Files) -> _Tensors:
         CheckpointError: if the folder has neither, or a file is missing or damaged. The message names the file.
     """
     if files.size(SINGLE) is not None:
-        return _Tensors(*_header(files, SINGLE))
+        return _Tensors(*_read_header(files, SINGLE))
     if files.size(INDEX) is None:
         raise CheckpointError(
             f"{files.path!r} has no file {SINGLE}, and no {INDEX}: expected a folder that save_pretrained wrote"
         )
     tensors: dict[str, StoredTensor] = {}
-    weights = _weight_map(files)
+    weights = _read_weight_map(files)
     headers = dict[str, dict[str, StoredTensor]]()
     crc = 0
     for name in sorted(set(weights.values())):
-        headers[name], header_crc = _header(files, name)
+        headers[name], header_crc = _read_header(files, name)
         crc = zlib.crc32(header_crc.to_bytes(4, "big"), crc)
     for tensor, name in weights.items():
         if tensor not in headers[name]:
@@ -179,7 +179,7 @@ def _parse(files: Files, name: str, data: bytes) -> dict[str, Any]:
     return body
 
 
-def _weight_map(files: Files) -> dict[str, str]:
+def _read_weight_map(files: Files) -> dict[str, str]:
     """Read which file holds each tensor, and check that each file name lies in this folder."""
     size = files.size(INDEX) or 0
     if size > _LONGEST:
@@ -195,7 +195,7 @@ def _weight_map(files: Files) -> dict[str, str]:
     return weights
 
 
-def _header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
+def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
     """Read a file's header: its tensors, and a checksum of the header."""
 
     def check(holds: bool, reason: str) -> None:

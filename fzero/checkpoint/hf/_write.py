@@ -140,10 +140,12 @@ def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int)
         parts[-1].append((leaf, kind))
         size += nbytes
     n = len(parts)
-    return [_file(SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors", x) for i, x in enumerate(parts, 1)]
+    return [
+        _lay_out_file(SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors", x) for i, x in enumerate(parts, 1)
+    ]
 
 
-def _file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _SafetensorsFile:
+def _lay_out_file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) -> _SafetensorsFile:
     """Lay out a file: larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     ranges = list[tuple[int, StoredTensor]]()

@@ -266,7 +266,7 @@ def parse(data: bytes) -> Manifest:
             f"it has version {body.get('version')!r}: this fzero reads versions up to {_VERSION}; install a newer one"
         )
     try:
-        return _manifest(body)
+        return _parse_manifest(body)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _FormatError(f"{type(error).__name__}: {error}") from None
 
@@ -286,7 +286,7 @@ def _text(x: Any) -> str:
     return x
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
+def _parse_manifest(body: dict[str, Any]) -> Manifest:
     """Build a manifest of JSON, and check all that a load relies on: anybody may have written the file."""
     nonce = _text(body["nonce"])
     _check(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is not a nonce")

@@ -222,10 +222,10 @@ def _hoist(graph: Graph, iteration: _TracedIteration) -> None:
 def _replace(graph: Graph, iteration: _TracedIteration) -> None:
     """Replace an iteration by a node that runs it as a loop."""
     count = int(iteration.start.args[0])  # pyright: ignore[reportArgumentType]
-    body, rest = _body(iteration)
+    body, rest = _make_body(iteration)
     slices = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in iteration.slices])  # pyright: ignore[reportArgumentType]
     with graph.inserting_before(iteration.start):
-        initial = [_initial_sum(graph, before.meta["val"]) for before, _ in iteration.sums]
+        initial = [_add_initial_sum(graph, before.meta["val"]) for before, _ in iteration.sums]
         sources = [n.args[0] for n in iteration.slices]
         node = graph.call_function(new_loop_function(), (*sources, *initial, *rest))
         results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
@@ -239,7 +239,7 @@ def _replace(graph: Graph, iteration: _TracedIteration) -> None:
         graph.erase_node(n)
 
 
-def _initial_sum(graph: Graph, like: Any) -> Node:
+def _add_initial_sum(graph: Graph, like: Any) -> Node:
     """Make the initial value of a sum: -0.0, since adding it changes no number."""
     order = sorted(range(like.ndim), key=lambda d: (-like.stride(d), d))
     shape = [int(like.shape[d]) for d in order]
@@ -254,26 +254,26 @@ def _initial_sum(graph: Graph, like: Any) -> Node:
     return permuted
 
 
-def _argument(body: Graph, node: Node) -> Node:
+def _add_argument(body: Graph, node: Node) -> Node:
     """Add an argument to the body that stands for a node outside it."""
     argument = body.placeholder(node.name)
     argument.meta = {"label": node.name, "block": node.meta.get("block", ""), "val": node.meta["val"]}
     return argument
 
 
-def _body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
+def _make_body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     """Make the graph of one iteration; list its arguments besides the iteration's number, the slices and the sums."""
     body = Graph()
     copies = dict[Node, Node]()
     rest = list[Node]()
     for n in [iteration.start, *iteration.slices, *[before for before, _ in iteration.sums]]:
-        copies[n] = _argument(body, n)
+        copies[n] = _add_argument(body, n)
     marks, members = iteration.marks, {*iteration.nodes}
     operations = [n for n in iteration.nodes if n not in marks]
     results: list[Any] = [n.args[0] for n in [*[after for _, after in iteration.sums], *iteration.rows]]
     for a in [*_loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
         if a not in copies and a not in members:
-            copies[a] = _argument(body, a)
+            copies[a] = _add_argument(body, a)
             rest.append(a)
     for n in operations:
         copies[n] = body.node_copy(n, copies.__getitem__)

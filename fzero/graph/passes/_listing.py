@@ -55,17 +55,17 @@ class _NodeRoles(NamedTuple):
     early: set[Node]
 
 
-def _roles(graph: Graph) -> _NodeRoles:
+def _node_roles(graph: Graph) -> _NodeRoles:
     """Give each node of a graph its role."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     feeds_work = feeding_work(graph)
-    late = _late(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
-    late |= _waiting(nodes, feeds_work, late)
-    early = _early(nodes, feeds_work, late)
+    late = _late_nodes(nodes, feeds_work) | {n for n in nodes if LATE in n.meta and n not in feeds_work}
+    late |= _waiting_nodes(nodes, feeds_work, late)
+    early = _early_nodes(nodes, feeds_work, late)
     return _NodeRoles([n for n in nodes if n not in late and n not in early], late, early)
 
 
-def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
+def _late_nodes(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     """List the nodes to postpone until they are needed: they depend on inputs alone, and waiting holds less memory."""
     movable = input_only_nodes(nodes)
     late: set[Node] = set()
@@ -78,7 +78,7 @@ def _late(nodes: Sequence[Node], feeds_work: set[Node]) -> set[Node]:
     return late
 
 
-def _waiting(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
+def _waiting_nodes(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
     """List the nodes that only nodes after a further collective use, if their results are larger than their operands.
 
     An example is a unit's new state, which is used only if all gradients are finite. It is computed after that check;
@@ -117,7 +117,7 @@ def _grows(part: set[Node], late: set[Node]) -> bool:
     )
 
 
-def _early(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
+def _early_nodes(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) -> set[Node]:
     """List the nodes that no work needs, and each reduction with the nodes that pack its operand."""
     early = {n for n in nodes if n not in feeds_work and n not in late}
     for n in reversed(nodes):
@@ -232,7 +232,7 @@ def order_rules(graph: Graph, memory: Storages) -> OrderRules:
     for write, before in readers.items():
         for reader in before:
             writes.setdefault(reader, []).append(write)
-    parts = _roles(graph)
+    parts = _node_roles(graph)
     return OrderRules(
         nodes=nodes,
         index=index,
@@ -247,29 +247,29 @@ def order_rules(graph: Graph, memory: Storages) -> OrderRules:
 
 def list_nodes(rules: OrderRules) -> list[Node]:
     """List a graph's nodes in an order that obeys the rules."""
-    state = _ListSchedulerState(_missing(rules))
+    state = _ListSchedulerState(_count_missing(rules))
     for n in rules.nodes:
         if is_input(n):
             _append(rules, state, n)
     for n in rules.work:
-        needed = _unmet(rules, state, n)
+        needed = _unmet_needs(rules, state, n)
         # ready nodes wait until the next node that takes memory: cheap work before it may free a gathered unit
         if any(not is_cheap(a) or is_gather(a) for a in needed):
             _run_ready(rules, state)
         _require(rules, state, needed)
     _run_ready(rules, state)
     while state.pending:
-        _require(rules, state, _unmet(rules, state, state.pending.popleft()))
+        _require(rules, state, _unmet_needs(rules, state, state.pending.popleft()))
         _run_ready(rules, state)
     # one result at a time: an update of all leaves at once would hold the operands of every leaf
     for n in [*rules.nodes[-1].all_input_nodes, *rules.nodes]:
-        for needed in _unmet(rules, state, n):
-            _require(rules, state, _unmet(rules, state, needed))
+        for needed in _unmet_needs(rules, state, n):
+            _require(rules, state, _unmet_needs(rules, state, needed))
             _run_ready(rules, state)
     return state.order
 
 
-def _missing(rules: OrderRules) -> dict[Node, int]:
+def _count_missing(rules: OrderRules) -> dict[Node, int]:
     """Count for each early node and each write the nodes that it waits for."""
     missing = {n: sum(rules.holds_up(a) for a in n.all_input_nodes) for n in rules.roles.early}
     for write, readers in rules.readers.items():
@@ -295,7 +295,7 @@ def _run_ready(rules: OrderRules, state: _ListSchedulerState) -> None:
             state.pending.append(n)
             stack += _due_waits(rules, state)
             continue
-        for needed in _unmet(rules, state, n):  # the node and the late nodes that it needs
+        for needed in _unmet_needs(rules, state, n):  # the node and the late nodes that it needs
             stack += _emit(rules, state, needed)
 
 
@@ -307,7 +307,7 @@ def _due_waits(rules: OrderRules, state: _ListSchedulerState) -> list[Node]:
     return due[::-1]
 
 
-def _unmet(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
+def _unmet_needs(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """List a node and the nodes that it needs and that have not run, in an order that can run."""
     unmet: dict[Node, None] = {}
     stack = [node]
@@ -328,7 +328,7 @@ def _emit(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Nod
     """
     released = []
     for gather in rules.ahead.get(node, ()):
-        for n in _unmet(rules, state, gather):
+        for n in _unmet_needs(rules, state, gather):
             released += _append(rules, state, n)
     return released + _append(rules, state, node)
 

@@ -13,7 +13,7 @@ This is list scheduling: nodes are appended to a list one by one, each after the
    a gathered unit first. A write into an argument counts as early, and needs all readers of the argument.
 5. Postpone the wait for an early collective while no more than `in_flight` are in flight. Each holds its operand.
 6. To start gathers ahead, find in this list where each may start (`_next_gathers`, `_fit_prefetches`), and list again.
-7. Put the host's computations after all the device's work (`_host_last`).
+7. Put the host's computations after all the device's work (`_move_host_last`).
 """
 
 import math
@@ -119,7 +119,7 @@ def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Nod
 # host_last: all the device's work is launched before the host computes.
 
 
-def _host_last(graph: Graph) -> Graph:
+def _move_host_last(graph: Graph) -> Graph:
     """Move the host's computations, and the nodes that wait for them, to the end of a scheduled graph.
 
     A segment on the host blocks the thread that launches the device's work, since it holds Python's lock while it runs.
@@ -255,7 +255,7 @@ def schedule(
             ahead = _fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
     scheduled = graph_of(order)
-    result, peak = _host_last(scheduled), cache.known_peak(order)
+    result, peak = _move_host_last(scheduled), cache.known_peak(order)
     if result is scheduled and peak is not None:
         record_peak(result, peak)
     return result

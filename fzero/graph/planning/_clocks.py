@@ -129,7 +129,7 @@ class _Clocks:
     def run(self, node: Node) -> None:
         """Advance the clocks by a node."""
         if node.op != "call_function" or is_view(node) or node in self._excluded:
-            self.host.passes_on(node)
+            self.host.pass_on(node)
         elif is_collective(node):
             self._start(node)
         elif loop := loop_of(node):
@@ -140,7 +140,7 @@ class _Clocks:
             self._move(node)
         elif node in self.host.nodes:
             seconds = _host_seconds(node, self._hardware)
-            self.host.computes(node, seconds)
+            self.host.compute(node, seconds)
             self.note("host", self.host.now - seconds, seconds, name_of(node), "host")
         else:
             work = self._kernels.work_of(node)
@@ -201,7 +201,7 @@ class _Clocks:
             self.work = arrival
         self.note("compute", self.work, seconds, name_of(node), "host link")
         self.work += seconds
-        self.host.arrives(node, self.work)
+        self.host.record_arrival(node, self.work)
 
 
 class _Kernels:
@@ -258,16 +258,16 @@ class _HostClock:
         """Return the time at which all of a node's operands on the host are ready."""
         return max([self.ready.get(a, 0.0) for a in node.all_input_nodes], default=0.0)
 
-    def arrives(self, node: Node, time: float) -> None:
+    def record_arrival(self, node: Node, time: float) -> None:
         """Record the time at which a copy to the host is ready."""
         if node in self.nodes:
             self.ready[node] = time
 
-    def passes_on(self, node: Node) -> None:
+    def pass_on(self, node: Node) -> None:
         """Record that a view is ready when its base is."""
-        self.arrives(node, self.arrival(node))
+        self.record_arrival(node, self.arrival(node))
 
-    def computes(self, node: Node, seconds: float) -> None:
+    def compute(self, node: Node, seconds: float) -> None:
         """Advance the clock by an operation, which starts when the host is free and the operands are ready."""
         self.now = max(self.now, self.arrival(node)) + seconds
         self.ready[node] = self.now

@@ -65,7 +65,7 @@ def compile_checked(code: Code, compile_one: Callable[[Code], Runs] = compile_an
         check_outputs(code, runs)
         return runs
 
-    return attempt(make, _cost(code))
+    return attempt(make, _cost_text(code))
 
 
 def check_outputs(code: Code, runs: Runs) -> None:
@@ -81,7 +81,7 @@ def check_outputs(code: Code, runs: Runs) -> None:
         try:
             outputs = list(runs([_zeros_like(x) for x in code.stand_ins]))
         except Exception as error:
-            if _uncompiled(code) is not None:
+            if _run_uncompiled(code) is not None:
                 raise CompileError(
                     describe_segment(code.graph, code.location), f"it fails compiled: {first_line(error)}"
                 ) from error
@@ -90,7 +90,7 @@ def check_outputs(code: Code, runs: Runs) -> None:
         if not _is_like(x, like) or not have_equal_strides(x, like):
             reason = f"result {i} of its compiled code is {_show(x)}, but was traced as {_show(like)}"
             raise CompileError(describe_segment(code.graph, code.location), reason)
-    if not all(bool(_finite(x).all()) for x in outputs):
+    if not all(bool(_finite_mask(x).all()) for x in outputs):
         _check_finite(code, outputs)
 
 
@@ -103,19 +103,19 @@ def _zeros_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_finite(code: Code, outputs: Sequence[torch.Tensor]) -> None:
-    expected = _uncompiled(code)
+    expected = _run_uncompiled(code)
     for i, (x, y) in enumerate(zip(outputs, expected or outputs, strict=True)):
-        if bool((~_finite(x) & _finite(y)).any()):
+        if bool((~_finite_mask(x) & _finite_mask(y)).any()):
             reason = f"result {i} of its compiled code is not finite, but that of the uncompiled operations is"
             raise CompileError(describe_segment(code.graph, code.location), reason)
 
 
-def _finite(x: torch.Tensor) -> torch.Tensor:
+def _finite_mask(x: torch.Tensor) -> torch.Tensor:
     """Return whether each value is finite, also for 8-bit floats, for which torch lacks the kernel."""
     return (x.float() if x.is_floating_point() and x.itemsize == 1 else x).isfinite()
 
 
-def _uncompiled(code: Code) -> Sequence[torch.Tensor] | None:
+def _run_uncompiled(code: Code) -> Sequence[torch.Tensor] | None:
     """Run the operations one by one on arguments of zeros. Return None if that fails."""
     try:
         return GraphModule({}, code.graph).forward(*[_zeros_like(x) for x in code.stand_ins])
@@ -131,7 +131,7 @@ def _show(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} with strides {list(x.stride())}"
 
 
-def _cost(code: Code) -> str:
+def _cost_text(code: Code) -> str:
     """Describe the memory cost of running a segment's operations one by one; "" if there is none."""
     stored = nbytes(*[x for n in code.graph.nodes if n.meta.get(FUSED) for x in stand_ins_of(n)])
     return f"{format_bytes(stored)} more than planned" if stored else ""

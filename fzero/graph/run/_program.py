@@ -148,17 +148,17 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
         # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
         loop_items = list(subgraph[0].users) if loop_of(subgraph[0]) else []
         singles = [*views_to(used, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
-        instructions += [_single(node, register_of) for node in singles]
+        instructions += [_single_operation(node, register_of) for node in singles]
         compiled = None if single else segment(subgraph, exported, register_of, parts, scalars)
         instructions += [] if compiled is None else [compiled]
-    instructions += [_single(node, register_of) for node in views_to(values, register_of, view_values)]
+    instructions += [_single_operation(node, register_of) for node in views_to(values, register_of, view_values)]
     inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}
     result_registers = [None if x is None else register_of[x] for x in result_values]
     permanent = inputs | {register_of[x] for x in values}
     return Program(_with_frees(instructions, permanent), len(register_of), result_registers)
 
 
-def _single(node: Node, register_of: dict[Node, int]) -> _SingleOperation:
+def _single_operation(node: Node, register_of: dict[Node, int]) -> _SingleOperation:
     """Turn a node into an instruction, and give its result a register."""
     arguments = _Operands(node.args, node.kwargs, {a: register_of[written_argument(a)] for a in node.all_input_nodes})
     register_of[node] = len(register_of)

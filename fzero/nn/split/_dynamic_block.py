@@ -122,7 +122,7 @@ def run_dynamic_block(
         arguments: the other arguments of each block.
         index: the number of this rank's block.
     """
-    kinds = _kinds(run, cache, params, constants, x, arguments, index)
+    kinds = _group_by_kind(run, cache, params, constants, x, arguments, index)
     out: torch.Tensor | None = None
     for members in kinds:
         indices = [i if i in members else members[0] for i in index.indices]
@@ -140,7 +140,7 @@ def run_dynamic_block(
     return out
 
 
-def _kinds(
+def _group_by_kind(
     run: _Run,
     cache: _CallCache,
     params: Any,

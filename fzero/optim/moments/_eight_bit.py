@@ -39,30 +39,30 @@ def _dynamic_values(signed: bool) -> tuple[float, ...]:
     for decade in range(7):
         parts = 2**decade if signed else 2 ** (decade + 1)
         edges = _edges(parts)
-        middles = [_float32((x + y) / 2) for x, y in itertools.pairwise(edges)]
-        scaled = [_float32(_float32(10.0 ** (decade - 6)) * x) for x in middles]
+        middles = [_round_to_float32((x + y) / 2) for x, y in itertools.pairwise(edges)]
+        scaled = [_round_to_float32(_round_to_float32(10.0 ** (decade - 6)) * x) for x in middles]
         values += [*scaled, *([-x for x in scaled] if signed else [])]
     return tuple(sorted(values))
 
 
-def _float32(x: float) -> float:
+def _round_to_float32(x: float) -> float:
     """Round to float32. The tables are computed in Python, since a trace may ask for them first."""
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def _edges(parts: int) -> list[float]:
     """Divide [0.1, 1] into equal parts, in the arithmetic of `torch.linspace` in float32: products are not rounded."""
-    start, step = _float32(0.1), _float32(_float32(1 - _float32(0.1)) / parts)
+    start, step = _round_to_float32(0.1), _round_to_float32(_round_to_float32(1 - _round_to_float32(0.1)) / parts)
     half = (parts + 1) // 2
-    below = [_float32(start + step * i) for i in range(half)]
-    return [*below, *[_float32(1 - step * (parts - i)) for i in range(half, parts + 1)]]
+    below = [_round_to_float32(start + step * i) for i in range(half)]
+    return [*below, *[_round_to_float32(1 - step * (parts - i)) for i in range(half, parts + 1)]]
 
 
 @functools.cache
 def _midpoints(signed: bool) -> tuple[float, ...]:
     """Return the 255 numbers halfway between neighbouring values, in float32; then infinity."""
     pairs = itertools.pairwise(_dynamic_values(signed))
-    return (*[_float32(_float32(x + y) / 2) for x, y in pairs], math.inf)
+    return (*[_round_to_float32(_round_to_float32(x + y) / 2) for x, y in pairs], math.inf)
 
 
 @functools.cache

@@ -254,12 +254,12 @@ def split(
     is_loaded = False  # whether this process has only its own samples
     if isinstance(batch, PerRank):
         others, is_loaded = _axes_of_samples(mesh, batch, axis, batch_axis), not mesh.simulated
-        batch = batch.value if is_loaded else tree.map_with_path(_joined, batch.value)
+        batch = batch.value if is_loaded else tree.map_with_path(_join_samples, batch.value)
     axes = tuple([n for n in mesh.axis_names if n == axis or n in others])
     sizes = dict(mesh.shape)
     ranks = sizes[axis]
     _check_paths(batch, dims)
-    padded = tree.map_with_path(lambda path, x: _padded(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
+    padded = tree.map_with_path(lambda path, x: _pad_tokens(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
 
     def part(index: int) -> Any:
         rank = _rank_indices(index, axes, sizes, axis)
@@ -289,7 +289,7 @@ def _axes_of_samples(mesh: Mesh, batch: PerRank, axis: str, batch_axis: AxisName
     return axes
 
 
-def _joined(path: str, x: torch.Tensor) -> torch.Tensor:
+def _join_samples(path: str, x: torch.Tensor) -> torch.Tensor:
     """Join the samples of a simulation's ranks, `[N, b, ..]`, to those of the global batch, `[N b, ..]`."""
     if x.ndim < 2:
         raise ValueError(f"{tree.leaf_name('batch', path)} has no dimension of samples: pass it beside the batch")
@@ -348,7 +348,7 @@ def _check_samples(path: str, x: torch.Tensor, sizes: list[int], mesh: Mesh) -> 
         )
 
 
-def _padded(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.Tensor:
+def _pad_tokens(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> torch.Tensor:
     """Append tokens, so that the sequence divides into two parts for each rank."""
     name = tree.leaf_name("batch", path)
     if not isinstance(x, torch.Tensor):

@@ -61,7 +61,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _mapped(_Attention, _attend_flat, info.batch_size, in_dims, *inputs)
+        return _call_under_vmap(_Attention, _attend_flat, info.batch_size, in_dims, *inputs)
 
 
 class _AttentionGrad(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _AttentionGrad(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _mapped(_AttentionGrad, _attend_grad_flat, info.batch_size, in_dims, *inputs)
+        return _call_under_vmap(_AttentionGrad, _attend_grad_flat, info.batch_size, in_dims, *inputs)
 
 
 def _ring(token: torch.Tensor, binding: Binding, device: torch.device) -> Ring:
@@ -112,7 +112,7 @@ def _attend_grad_flat(
     return attend_grad(ring, options, Qkv(*qkv), RingResult(grad, out, log_sum))
 
 
-def _mapped(
+def _call_under_vmap(
     function: Any,
     run: Any,
     n: int,

@@ -12,7 +12,7 @@ from fzero.parallel.experts._routing import Routing, check_routing, count_choice
 __all__ = ["balance_bias", "balance_loss", "expert_capacity", "load", "stats", "z_loss"]
 
 
-def _counts(routing: Routing) -> torch.Tensor:
+def _count_choices(routing: Routing) -> torch.Tensor:
     """Count each sequence's choices per expert: `[s, E]`."""
     check_routing(routing)
     if routing.experts.ndim != 3:
@@ -39,7 +39,7 @@ def expert_capacity(tokens: int, k: int, count: int, capacity: float | None) -> 
 
 def _shares(routing: Routing) -> torch.Tensor:
     """Return each expert's share of each sequence's choices: `[s, E]`."""
-    return _counts(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
+    return _count_choices(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
 
 
 def load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
@@ -179,7 +179,7 @@ def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None
         >>> experts.stats(routing, capacity=1.0)
         {'load': tensor([0.7500, 0.2500]), 'dropped': tensor(0.2500), 'entropy': tensor(0.0402)}
     """
-    counts = _counts(routing)
+    counts = _count_choices(routing)
     t, k = routing.experts.shape[-2:]
     c = expert_capacity(t, k, counts.shape[-1], capacity)
     dtype = routing.probs.dtype

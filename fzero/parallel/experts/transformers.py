@@ -51,7 +51,7 @@ def register(name: str = "fzero", axis: str = "ep") -> str:
             "fzero.parallel.experts.transformers.register needs transformers 5 or newer, with its registry of experts: "
             f"{error}"
         ) from error
-    ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts, axis))
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(_run_experts, axis))
     return name
 
 
@@ -123,7 +123,7 @@ def _axis_of(name: str, module: Any) -> str:
 
     implementation = module.config._experts_implementation
     f = ALL_EXPERTS_FUNCTIONS.get(implementation)
-    if not isinstance(f, partial) or f.func is not _experts:
+    if not isinstance(f, partial) or f.func is not _run_experts:
         raise ValueError(
             f"the experts {name!r} run by {implementation!r}, which does not support axes: build the model with "
             "experts_implementation=fzero.parallel.experts.transformers.register()"
@@ -131,7 +131,9 @@ def _axis_of(name: str, module: Any) -> str:
     return f.args[0]
 
 
-def _experts(axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+def _run_experts(
+    axis: str, module: Any, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
     """Run a module of experts on `hidden [t, d]`, `index [t, k]` and `gates [t, k]`."""
     has_gate = module.has_gate
     first = module.gate_up_proj if has_gate else module.up_proj

@@ -57,7 +57,7 @@ def _run_full(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[Mi
     return torch.stack(totals).sum(), torch.stack(weights).sum()
 
 
-def _full_outputs(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
+def _run_full_model(model: Model, blocks: Sequence[Any], rest: Any, calls: Sequence[MicroBatchCall]) -> Any:
     """Run the full model on each micro-batch in order, and return the concatenated results of `last`."""
 
     def run(call: MicroBatchCall) -> Any:
@@ -287,7 +287,7 @@ class Pipeline:
         @api_boundary
         def outputs(params: Any, batch: Any, key: torch.Tensor | None = None) -> Any:
             with torch.no_grad():
-                return self._run(model, _full_outputs, outputs_by_ticks, params, batch, key)
+                return self._run(model, _run_full_model, outputs_by_ticks, params, batch, key)
 
         return outputs
 

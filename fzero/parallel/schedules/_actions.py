@@ -178,12 +178,12 @@ def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
         text = "" if cell is None else str(cell).strip()
         pair = _PAIR.fullmatch(text)
         for part in pair[1].split(";") if pair else [text] if text else []:
-            action = _action(part.strip(), f"rank {rank}, cell {column}, {text!r}")
+            action = _parse_action(part.strip(), f"rank {rank}, cell {column}, {text!r}")
             if action is not None:
                 yield action
 
 
-def _action(text: str, label: str) -> Action | None:
+def _parse_action(text: str, label: str) -> Action | None:
     match = _CELL.fullmatch(text)
     kinds: tuple[Kind, ...] = get_args(Kind)
     for kind in kinds:

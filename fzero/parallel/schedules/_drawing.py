@@ -102,13 +102,13 @@ def draw(schedules: "Sequence[PipelineSchedule]", timings: Sequence[Timing]) -> 
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     span = max(t.makespan for t in timings)
     for axes, schedule, timing in zip(panels, schedules, timings, strict=True):
-        _panel(axes, schedule, timing, span, row)
+        _draw_panel(axes, schedule, timing, span, row)
     panels[-1].set_xlabel("time, in the unit of the durations", fontsize=8.5, color=_GREY)
-    _legend(figure, schedules)
+    _draw_legend(figure, schedules)
     return figure
 
 
-def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, row: float) -> None:
+def _draw_panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, row: float) -> None:
     """Draw one schedule into a panel: a bar for each action, in a row for each rank."""
     scale = (_WIDTH - 1.6) * 72 / span  # points per unit of time
     size = max(4.5, min(8.0, row * 72 * 0.42))
@@ -128,10 +128,10 @@ def _panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
         axes.broken_barh(
             spans, (rank - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=line, antialiased=line > 0
         )
-    _frame(axes, schedule, timing, span, size)
+    _draw_frame(axes, schedule, timing, span, size)
 
 
-def _frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, size: float) -> None:
+def _draw_frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, size: float) -> None:
     """Draw the labels around a panel: ranks, the most in flight on each, and the schedule's numbers."""
     peaks = _in_micro_batches(schedule)
     step = max(1, schedule.ranks // 16)
@@ -152,7 +152,7 @@ def _frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float,
     axes.set_title(words, loc="right", fontsize=8.5, color=_GREY)
 
 
-def _legend(figure: Any, schedules: "Sequence[PipelineSchedule]") -> None:
+def _draw_legend(figure: Any, schedules: "Sequence[PipelineSchedule]") -> None:
     from matplotlib.patches import Patch
 
     kinds = {a.kind for s in schedules for row in s.rows for a in row}

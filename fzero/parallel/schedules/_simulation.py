@@ -150,7 +150,7 @@ def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage
         raise _error(
             schedule,
             f"{forward}, the forward pass of stage {stage} for micro-batch {m}, is missing on rank {rank}"
-            + _torch_1f1b(schedule, actions, stage),
+            + _torch_1f1b_fault(schedule, actions, stage),
         )
     halves = [a for a in (inputs, weights) if a in actions]
     if backward in actions and halves:
@@ -165,7 +165,7 @@ def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage
         )
 
 
-def _torch_1f1b(schedule: "PipelineSchedule", actions: set[Action], stage: int) -> str:
+def _torch_1f1b_fault(schedule: "PipelineSchedule", actions: set[Action], stage: int) -> str:
     """Describe the fault of torch 2.13's own table of 1F1B: the last rank's forwards are 1 to M, not 0 to M - 1."""
     forwards = {a.micro_batch for a in actions if a.kind == "F" and a.stage == stage}
     if stage != schedule.stages - 1 or forwards != set(range(1, schedule.micro_batches + 1)):

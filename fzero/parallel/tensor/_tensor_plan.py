@@ -39,7 +39,7 @@ def resolve_plan(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, 
     plan_styles: dict[str, Any] = {}
     for is_user_plan, entries in ((False, module_plan), (True, plan or {})):
         for pattern, style in entries.items():
-            matches = [name for name in names if _pattern(pattern).fullmatch(name)]
+            matches = [name for name in names if _compile_pattern(pattern).fullmatch(name)]
             if is_user_plan and not matches:
                 candidates = ", ".join([repr(name) for name in names if name.endswith(pattern.rpartition(".")[2])][:3])
                 raise ValueError(
@@ -53,7 +53,7 @@ def resolve_plan(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, 
             "List the layers of the wrapped module, or pass a plan"
         )
     plan_styles = {name: plan_styles[name] for name in names if name in plan_styles}  # in the module's order
-    styles = {name: _style(name, style) for name, style in plan_styles.items() if name in modules}
+    styles = {name: _resolve_style(name, style) for name, style in plan_styles.items() if name in modules}
     parameters = {name: style for name, style in plan_styles.items() if name not in modules and style is not None}
     return {name: style for name, style in styles.items() if style is not None}, parameters
 
@@ -63,13 +63,13 @@ def numbered(name: str) -> str:
     return ".".join(["*" if part.isdigit() else part for part in name.split(".")])
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _compile_pattern(text: str) -> re.Pattern[str]:
     """Compile a name of a plan. `*` matches one part of a name; at the start it matches any number of parts."""
     start, rest = (r"(?:.+\.)?", text[2:]) if text.startswith("*.") else ("", text)
     return re.compile(start + r"[^.]+".join([re.escape(part) for part in rest.split("*")]))
 
 
-def _style(name: str, style: Any) -> Style | None:
+def _resolve_style(name: str, style: Any) -> Style | None:
     if style is None or isinstance(style, Style):
         return style
     if not isinstance(style, str) or style not in NAMED:

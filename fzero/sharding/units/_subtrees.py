@@ -44,7 +44,7 @@ def divide_tree(
     groups = _divide(
         [_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, min_numel, max_numel
     )
-    below = _counts([tuple(path.split(".")) for path in all_paths or numels])
+    below = _count_leaves([tuple(path.split(".")) for path in all_paths or numels])
     return [_subtree(leaves, below) for leaves in groups]
 
 
@@ -96,14 +96,14 @@ def _numel_of(leaves: _Leaves) -> int:
     return sum(leaf.numel for leaf in leaves)
 
 
-def _counts(leaves: Iterable[_Keys]) -> Counter[_Keys]:
+def _count_leaves(leaves: Iterable[_Keys]) -> Counter[_Keys]:
     """Count the leaves below each node."""
     return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
 
 
 def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> _Subtree:
     """Name a subtree by the first and the last subtree that it contains completely."""
-    inside = _counts([leaf.keys for leaf in leaves])
+    inside = _count_leaves([leaf.keys for leaf in leaves])
 
     def name_of(leaf: _SubtreeLeaf) -> str:
         prefixes = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))

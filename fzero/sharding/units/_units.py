@@ -113,7 +113,7 @@ def assign_units(
     unit_of_leaf = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
     stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
     units = {
-        key: _unit(key, axes, paths, leaves, positions=at, split=split, stacks=stacks, reduce_grads=reduce_grads)
+        key: _make_unit(key, axes, paths, leaves, positions=at, split=split, stacks=stacks, reduce_grads=reduce_grads)
         for key, at in members.items()
     }
     keys = [unit_of_leaf.get(tree.identity(x)) for x in leaves]
@@ -208,7 +208,7 @@ def shard_axes(
     return tuple([a.name for a in axes if a.name not in split and (over is None or a.name in over)])
 
 
-def _unit(
+def _make_unit(
     key: _UnitKey,
     axes: Sequence[Axis],
     paths: list[str],

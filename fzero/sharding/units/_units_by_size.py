@@ -57,7 +57,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
     }
-    return unit_leaves.rule({path: _unit(path, fine_keys, nodes, max_numel) for path in unit_leaves.leaves})
+    return unit_leaves.rule({path: _unit_name(path, fine_keys, nodes, max_numel) for path in unit_leaves.leaves})
 
 
 _Keys = tuple[str, ...]
@@ -105,7 +105,7 @@ def _nodes(numels: Mapping[_Keys, int]) -> dict[_Keys, _Node]:
     return nodes
 
 
-def _unit(path: str, fine_keys: Container[_Keys], nodes: Mapping[_Keys, _Node], max_numel: int) -> str:
+def _unit_name(path: str, fine_keys: Container[_Keys], nodes: Mapping[_Keys, _Node], max_numel: int) -> str:
     """Name the unit of a leaf: the topmost fine subtree around it, or else its node, or else the leaf itself."""
     keys = tuple(path.split("."))
     for depth in range(len(keys)):

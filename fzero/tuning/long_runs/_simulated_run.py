@@ -156,8 +156,8 @@ class SimulatedRun:
 
     def simulate(self) -> "SimulatedRun":
         """Simulate the run, and return it."""
-        self._after(self._lifetime(self.reliability.mtbf), self._fail)
-        self._after(self._lifetime(self.reliability.slow_mtbf), self._become_slow)
+        self._schedule_after(self._draw_lifetime(self.reliability.mtbf), self._fail)
+        self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf), self._become_slow)
         while self.events[0][0] < self.horizon:
             time, _, act = heapq.heappop(self.events)
             self._advance(time)
@@ -165,11 +165,11 @@ class SimulatedRun:
         self._advance(self.horizon)
         return self
 
-    def _after(self, delay: float, act: Callable[[], None]) -> None:
+    def _schedule_after(self, delay: float, act: Callable[[], None]) -> None:
         self.event_count += 1
         heapq.heappush(self.events, (self.now + delay, self.event_count, act))
 
-    def _lifetime(self, mtbf: float) -> float:
+    def _draw_lifetime(self, mtbf: float) -> float:
         """Draw the time until some device fails."""
         return self.rng.expovariate(1.0) * mtbf / self.devices
 
@@ -244,7 +244,7 @@ class SimulatedRun:
 
     def _fail(self) -> None:
         """Lose a device, and all work since the last complete save."""
-        self._after(self._lifetime(self.reliability.mtbf), self._fail)
+        self._schedule_after(self._draw_lifetime(self.reliability.mtbf), self._fail)
         if self.rng.random() >= self._present_share:
             return  # the device is missing already
         self.failures += 1
@@ -252,9 +252,9 @@ class SimulatedRun:
         self._stop(max([work for work in complete if work is not None], default=self.committed))
         if self.reliability.repair:
             self.absent += 1
-            self._after(self.reliability.repair, self._rejoin)
+            self._schedule_after(self.reliability.repair, self._rejoin)
         self.down = "detection"
-        self._after(self.reliability.detection, self._if_still(self._restart))
+        self._schedule_after(self.reliability.detection, self._if_still(self._restart))
 
     def _stop(self, committed: float) -> None:
         """Stop all devices, and return to a state."""
@@ -267,7 +267,7 @@ class SimulatedRun:
 
     def _restart(self) -> None:
         self.down = "restart"
-        self._after(self.reliability.restart, self._if_still(self._resume))
+        self._schedule_after(self.reliability.restart, self._if_still(self._resume))
 
     def _resume(self) -> None:
         self.down = None
@@ -280,9 +280,9 @@ class SimulatedRun:
             self._restart()
 
     def _become_slow(self) -> None:
-        self._after(self._lifetime(self.reliability.slow_mtbf), self._become_slow)
+        self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf), self._become_slow)
         self.slow += 1
-        self._after(self.reliability.slow_seconds, self._recover)
+        self._schedule_after(self.reliability.slow_seconds, self._recover)
 
     def _recover(self) -> None:
         self.slow -= 1

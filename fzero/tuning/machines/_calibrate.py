@@ -181,9 +181,9 @@ def calibrate(seconds: float = 5.0) -> Machine:
         "launch": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
-    constants |= _host_constants(device, copy, local_ranks, budget)
-    constants |= _link_constants(device, local_ranks, ranks.size) if ranks is not None and ranks.size > 1 else {}
-    return _machine(device, constants)
+    constants |= _measure_host(device, copy, local_ranks, budget)
+    constants |= _measure_links(device, local_ranks, ranks.size) if ranks is not None and ranks.size > 1 else {}
+    return _make_machine(device, constants)
 
 
 def _is_launched() -> bool:
@@ -199,7 +199,7 @@ def _slowest(speed: float) -> float:
     return min(speeds)
 
 
-def _host_constants(device: torch.device, copy: float, local_ranks: int, budget: float) -> dict[str, tuple[float, str]]:
+def _measure_host(device: torch.device, copy: float, local_ranks: int, budget: float) -> dict[str, tuple[float, str]]:
     """Measure the host's memory, and the copies between host and device."""
     if device.type == "cpu":
         link = (copy, "measured: a copy within host memory")
@@ -211,14 +211,14 @@ def _host_constants(device: torch.device, copy: float, local_ranks: int, budget:
     }
 
 
-def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[str, tuple[float, str]]:
+def _measure_links(device: torch.device, local_ranks: int, size: int) -> dict[str, tuple[float, str]]:
     """Measure the links between ranks; measure none if machines have different numbers of ranks."""
     if size % local_ranks:
         return {}
     constants: dict[str, tuple[float, str]] = {}
     if local_ranks > 1:
         groups = [dist.new_group([*range(k, k + local_ranks)]) for k in range(0, size, local_ranks)]
-        links = _links(
+        links = _measure_group(
             groups[dist.get_rank() // local_ranks], dist.get_rank() // local_ranks * local_ranks, 1, local_ranks, device
         )
         source = f"measured: all_gather of {local_ranks} ranks of this machine"
@@ -226,7 +226,7 @@ def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[s
         constants |= {"hop": (links.hop, "measured: half a round trip of a message")}
     if size > local_ranks:
         groups = [dist.new_group([*range(k, size, local_ranks)]) for k in range(local_ranks)]
-        links = _links(
+        links = _measure_group(
             groups[dist.get_rank() % local_ranks],
             dist.get_rank() % local_ranks,
             local_ranks,
@@ -242,7 +242,7 @@ def _link_constants(device: torch.device, local_ranks: int, size: int) -> dict[s
     return constants
 
 
-def _links(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> _Links:
+def _measure_group(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> _Links:
     """Measure the links of a group: by a large all_gather, a small one, and a message between its first two ranks."""
     numel = (64 if is_accelerator(device) else 4) << 18
     hop = 0.0
@@ -268,7 +268,7 @@ def _fit_links(hop: float, small: float, large: float, total: int, ranks: int) -
     return _Links(speed, small - (ranks - 1) * hop, hop, ranks)
 
 
-def _machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> Machine:
+def _make_machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> Machine:
     """Make a machine from the measured constants. The rest is assumed, as for an H100 or a CPU."""
     base = CPU if device.type == "cpu" else H100
     local_ranks = int(constants["ranks"][0])

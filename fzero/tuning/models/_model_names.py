@@ -212,7 +212,7 @@ def _read(path: pathlib.Path) -> ModelShape:
         raise ValueError(f"{os.fspath(path)}: the configuration of {model_type} lacks {error}") from error
 
 
-def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
+def _read_llama(name: str, c: Mapping[str, Any]) -> ModelShape:
     """Read the sizes of a model like Llama: Mistral, Qwen and Mixtral have the same words."""
     qwen3, mixtral = c["model_type"] == "qwen3", c["model_type"] == "mixtral"
     return ModelShape(
@@ -233,7 +233,7 @@ def _llama(name: str, c: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _gpt2(name: str, c: Mapping[str, Any]) -> ModelShape:
+def _read_gpt2(name: str, c: Mapping[str, Any]) -> ModelShape:
     """Read the sizes of a GPT-2, whose configuration has words of its own."""
     d = c["n_embd"]
     mlp = c.get("n_inner") or 4 * d
@@ -262,8 +262,8 @@ def _vit(name: str, c: Mapping[str, Any]) -> ModelShape:
 
 
 _READERS: dict[str, Callable[[str, Mapping[str, Any]], ModelShape]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _llama),
-    "gpt2": _gpt2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _read_llama),
+    "gpt2": _read_gpt2,
     "bert": _bert,
     "vit": _vit,
 }

@@ -238,7 +238,7 @@ class ConfigurationPlanner:
 
     def steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> _StepsOfRanks | Plan:
         """Return the steps of a configuration on each rank that may be the fullest or the slowest, or on `ranks`."""
-        with _noted(config):
+        with _name_configuration(config):
             step_args = step_at(self.make_step, config)
             if isinstance(step_args, Plan):
                 return step_args
@@ -308,12 +308,12 @@ def _summaries(
     """Summarize the plans of steps in the schedules that fzero.jit chooses, or of some ranks in given ones."""
     if isinstance(steps, Plan):
         return {0: summarize(steps)}
-    with _noted(config):
+    with _name_configuration(config):
         return {rank: summarize(steps[rank].plan(at)) for rank, at in (settings or dict.fromkeys(steps)).items()}
 
 
 @contextmanager
-def _noted(config: Configuration) -> Iterator[None]:
+def _name_configuration(config: Configuration) -> Iterator[None]:
     """Add the configuration to an error that is raised while it is planned."""
     try:
         yield
@@ -430,13 +430,13 @@ def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableR
     These are the fastest three rows that fit, rows as fast that nearly fit, and the smallest row if nothing fits.
     """
     rows = list(rows)
-    while rough := [r for r in _deciding(rows, budget) if not r.in_full]:
+    while rough := [r for r in _deciding_rows(rows, budget) if not r.in_full]:
         exact = {future.result().config: future.result() for future in [start(r) for r in rough]}
         rows = [exact.get(r.config, r) for r in rows]
     return rows
 
 
-def _deciding(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
+def _deciding_rows(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
     """List the rows that decide about the best one, as `refine` describes them."""
     first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:_IN_FULL]
     slowest = first[-1].seconds if len(first) == _IN_FULL else math.inf
