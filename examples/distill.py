@@ -110,7 +110,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
         log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
-            batches = data.once(held_out, mesh, global_batch=args.batch)
+            batches = data.epoch(held_out, mesh, global_batch=args.batch)
             means = data.mean(evaluate(params, teacher, buffers, *some) for some in batches)
             log(i + 1, {f"held-out {name}": x for name, x in means.items()})
 fzero.checkpoint.hf.write(f"{args.out}/model", optim.master_params(params, opt_state), mesh)

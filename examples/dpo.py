@@ -109,7 +109,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
         log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
-            held_out = data.once(test, mesh, global_batch=args.batch)
+            held_out = data.epoch(test, mesh, global_batch=args.batch)
             means = data.mean(evaluate(params, reference, buffers, *some) for some in held_out)
             log(i + 1, {f"held-out {name}": x for name, x in means.items()})
 fzero.checkpoint.hf.write(f"{args.out}/model", optim.master_params(params, opt_state), mesh)

@@ -109,7 +109,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
         log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
-            batches = data.once(test, mesh, global_batch=args.batch, collate=torch.stack, axis="dp")
+            batches = data.epoch(test, mesh, global_batch=args.batch, collate=torch.stack, axis="dp")
             log(i + 1, {"held-out loss": data.mean(evaluate(params, buffers, *batch) for batch in batches)})
 
 fzero.checkpoint.hf.write(f"{args.out}/model", optim.master_params(params, opt_state), mesh)

@@ -114,7 +114,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
         log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
-            batches = data.once(test, mesh, global_batch=train.global_batch)
+            batches = data.epoch(test, mesh, global_batch=train.global_batch)
             log(i + 1, {"held-out loss": data.mean(evaluate(params, *some) for some in batches)})
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()

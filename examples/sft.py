@@ -111,7 +111,7 @@ with runs, observe.log(observe.progress(args.steps), observe.jsonl(f"{args.out}/
         log(i + 1, metrics)
         if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
             runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
-            held_out = data.once(test, mesh, global_batch=args.batch)
+            held_out = data.epoch(test, mesh, global_batch=args.batch)
             log(i + 1, {"held-out loss": data.mean(evaluate(params, buffers, *pair) for pair in held_out)})
 fzero.checkpoint.hf.write(f"{args.out}/model", optim.master_params(params, opt_state), mesh)
 if mesh.rank == 0:

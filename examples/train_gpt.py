@@ -110,7 +110,7 @@ def main() -> None:
             log(i + 1, actual)
             if (i + 1) % (args.every or args.steps) == 0 or i + 1 == args.steps:
                 runs.save(i + 1, (params, opt_state, i + 1))  # beside the training
-                batches = data.once(test, mesh, global_batch=args.batch)
+                batches = data.epoch(test, mesh, global_batch=args.batch)
                 log(i + 1, {"held-out loss": data.mean(evaluate(params, *some) for some in batches)})
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

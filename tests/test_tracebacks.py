@@ -69,7 +69,7 @@ class Broken:
         raise OSError(f"example {i} is gone")
 
 
-@pytest.mark.parametrize("load", [lambda **kw: fzero.data.batches(**kw).steps(), fzero.data.once])
+@pytest.mark.parametrize("load", [lambda **kw: fzero.data.batches(**kw).steps(), fzero.data.epoch])
 def test_an_error_of_a_data_set_ends_at_its_line(load):
     data = load(dataset=Broken(), mesh=fzero.mesh(dp=2), global_batch=4)
     with pytest.raises(OSError, match="is gone") as caught:

@@ -30,7 +30,7 @@ class Link(NamedTuple):
     peer_address: str
     peer_port: int
 
-    def turned(self) -> "Link":
+    def reversed(self) -> "Link":
         """Return the connection from its other end."""
         return Link(self.peer_address, self.peer_port, self.address, self.port)
 
@@ -52,13 +52,14 @@ class LinkEnds:
         for link in sought:
             self._asked[Link(*link)] = (rank, now)
         for link in owned:
-            self._owners[Link(*link).turned()] = rank
+            self._owners[Link(*link).reversed()] = rank
         self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * _LASTING}
         self._owners = {k: v for k, v in self._owners.items() if k in self._asked}
 
     def questions(self, rank: int) -> list[Link]:
         """Return the links that other ranks ask for, from the end that is sought."""
-        return [k.turned() for k, (asker, _) in self._asked.items() if asker != rank and k not in self._owners][:_MOST]
+        asked = [k for k, (asker, _) in self._asked.items() if asker != rank and k not in self._owners]
+        return [k.reversed() for k in asked[:_MOST]]
 
     def answers(self, rank: int) -> list[tuple[Link, int]]:
         """Return the links that a rank has asked for, and the rank at the other end of each."""

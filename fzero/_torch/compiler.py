@@ -32,7 +32,7 @@ __all__ = [
     "inductor",
     "inductor_folder",
     "inductor_for_lengths",
-    "padded",
+    "pad_constant",
     "pickle_graphs",
     "start_cpu_probe",
     "start_import",
@@ -381,10 +381,10 @@ class _AtLength(_Reshaping):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         is_pad = target is torch.ops.aten.constant_pad_nd.default
-        return padded(*args, **kwargs) if is_pad else super().call_function(target, args, kwargs)
+        return pad_constant(*args, **kwargs) if is_pad else super().call_function(target, args, kwargs)
 
 
-def padded(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+def pad_constant(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
     """Pad as `constant_pad_nd` does. The kernel of `constant_pad_nd` reads sizes as numbers, which fixes the length."""
     for i in range(len(pad) // 2):
         dim = x.dim() - 1 - i

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fzero._torch.compiler import padded
+from fzero._torch.compiler import pad_constant
 from fzero._torch.levels import set_deciding
 from fzero._torch.recorder import DEVICE_OF, REPLACEMENTS, user_line
 from fzero._torch.tracing import set_compiling
@@ -134,7 +134,7 @@ class _Operations(TorchDispatchMode):
             return args[0].fake_device
         if func is torch.ops.aten.constant_pad_nd.default:
             with self:
-                return padded(*args, **(kwargs or {}))
+                return pad_constant(*args, **(kwargs or {}))
         out = REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
         self.check_not_fixed(user_line())
         for x in tree_leaves((args, kwargs, out)):

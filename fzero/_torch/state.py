@@ -24,7 +24,7 @@ __all__ = [
     "default_store",
     "group_of",
     "load_forward_mode",
-    "settings",
+    "read_settings",
     "thread_state",
     "write_settings",
 ]
@@ -233,7 +233,7 @@ _SETTINGS = {
 """Torch's settings of the whole process, except the random state: ranks draw random numbers one after the other."""
 
 
-def settings() -> dict[str, Any]:
+def read_settings() -> dict[str, Any]:
     """Read all settings of the process."""
     return {name: setting.read() for name, setting in _SETTINGS.items()}
 
@@ -257,11 +257,11 @@ class RankSettings:
 
     def apply(self) -> None:
         """Apply the rank's changes, when it starts to run."""
-        self.before = settings()
+        self.before = read_settings()
         write_settings(self.changes)
 
     def undo(self) -> Iterable[str]:
         """Record and undo the rank's changes, when it stops running; return the names of the changed settings."""
-        self.changes = {name: value for name, value in settings().items() if value != self.before[name]}
+        self.changes = {name: value for name, value in read_settings().items() if value != self.before[name]}
         write_settings({name: self.before[name] for name in self.changes})
         return self.changes.keys()

@@ -37,9 +37,9 @@ __all__ = [
     "DataDependentError",
     "OpOverload",
     "chunk_of",
+    "copy_nodes",
     "count_holders",
     "functionalize",
-    "graph_of",
     "in_chunk",
     "is_backward",
     "is_stand_in",
@@ -60,7 +60,7 @@ __all__ = [
 # They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_graphs.py` shows which.
 
 
-def graph_of(order: Iterable[Node]) -> Graph:
+def copy_nodes(order: Iterable[Node]) -> Graph:
     """Copy nodes of one graph into a new graph, in this order and with their names.
 
     It does the work of `Graph.node_copy` without its two slow parts: searching each node's arguments for symbolic

@@ -14,7 +14,7 @@ import torch
 from fzero._format import format_tensor
 from fzero._notice import trouble_link
 from fzero._torch import is_tracing
-from fzero._torch.state import RankSettings, load_forward_mode, settings, write_settings
+from fzero._torch.state import RankSettings, load_forward_mode, read_settings, write_settings
 from fzero._torch.types import Tensors
 
 __all__ = [
@@ -73,7 +73,7 @@ class _RankThreads:
 
     def _begin(self) -> None:
         load_forward_mode()
-        self.saved_settings, self.changes, self._end_event = settings(), set(), threading.Event()
+        self.saved_settings, self.changes, self._end_event = read_settings(), set(), threading.Event()
         ready: Future[None] = Future()
         self._forward_level_future = self.pool.submit(_hold_forward_level, ready, self._end_event)
         ready.result()

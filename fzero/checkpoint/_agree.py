@@ -190,7 +190,7 @@ class StoreChannel:
         except DistError as error:
             raise CheckpointError(f"the store is gone, because rank 0 ended ({_line(error)[:80]})") from error
 
-    def lead(self, work: Callable[[], dict[int, File]], commit: Callable[[dict[int, File]], None]) -> str:
+    def save_as_leader(self, work: Callable[[], dict[int, File]], commit: Callable[[dict[int, File]], None]) -> str:
         """Do rank 0's work, wait for the others, commit if no rank failed, and publish and return the errors."""
         files, error = _try(work)
         errors = [] if error is None else [f"rank 0: {_line(error)}"]
@@ -215,7 +215,7 @@ class StoreChannel:
         while keys and not self._store.check(keys) and time.monotonic() < end:
             time.sleep(_POLL)
 
-    def follow(self, work: Callable[[], dict[int, File]]) -> str:
+    def save_as_follower(self, work: Callable[[], dict[int, File]]) -> str:
         """Do another rank's work, report the result to rank 0, and return the errors of all ranks.
 
         Raises:

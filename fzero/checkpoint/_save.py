@@ -270,23 +270,23 @@ class _SaveRun:
             CheckpointError: if nothing was saved, or the save was not committed. The message says why.
         """
         try:
-            errors = self._lead() if self.channel.is_leader else self._follow()
+            errors = self._save_as_leader() if self.channel.is_leader else self._save_as_follower()
         except CheckpointError as error:  # rank 0 may have committed, so the file stays
             raise CheckpointError(f"the save to {self.files.path!r} was not committed: {error}") from error
         if errors:
             self.files.remove([self._name(rank) for rank in self.ranges])
             raise CheckpointError(f"nothing was saved to {self.files.path!r}: {errors}")
 
-    def _lead(self) -> str:
-        with contextlib.ExitStack() as stack:  # `lead` reports to the other ranks if the lock fails
-            return self.channel.lead(functools.partial(self._lock_and_write, stack), self._commit)
+    def _save_as_leader(self) -> str:
+        with contextlib.ExitStack() as stack:  # `save_as_leader` reports to the other ranks if the lock fails
+            return self.channel.save_as_leader(functools.partial(self._lock_and_write, stack), self._commit)
 
     def _lock_and_write(self, stack: contextlib.ExitStack) -> dict[int, File]:
         stack.enter_context(self.files.exclusive())
         return self._write()
 
-    def _follow(self) -> str:
-        errors = self.channel.follow(self._write)
+    def _save_as_follower(self) -> str:
+        errors = self.channel.save_as_follower(self._write)
         if not errors and isinstance(self.files, SharedMemory) and self.files.is_host_leader:
             data = self.channel.wait_for("manifest", 0).encode()
             self.files.put(MANIFEST, data)

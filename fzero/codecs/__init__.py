@@ -12,8 +12,8 @@ from fzero.codecs._codec import (
     float8,
     int4,
     int8,
+    round_trip,
     round_with,
-    rounded,
     scale_blocks,
 )
 from fzero.codecs._quantize import KINDS, codes_to_float32, largest_magnitudes, pack, scales_of, unpack
@@ -30,7 +30,7 @@ INTERNAL = [
     "largest_magnitudes",
     "pack",
     "round_with",
-    "rounded",
+    "round_trip",
     "scale_blocks",
     "scales_of",
     "unpack",

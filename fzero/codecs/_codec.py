@@ -28,8 +28,8 @@ __all__ = [
     "float8",
     "int4",
     "int8",
+    "round_trip",
     "round_with",
-    "rounded",
     "scale_blocks",
 ]
 
@@ -198,7 +198,7 @@ def scale_blocks(codec: Codec, numbers: torch.Tensor, magnitudes: torch.Tensor) 
     return numbers * scales_of(codec.code_kind, magnitudes).unsqueeze(-1)
 
 
-def rounded(codec: Codec, x: torch.Tensor, leading: int = 0) -> torch.Tensor:
+def round_trip(codec: Codec, x: torch.Tensor, leading: int = 0) -> torch.Tensor:
     """Encode and decode a tensor; its first `leading` dimensions count several tensors."""
     if not x.numel():
         return x.clone()
@@ -214,7 +214,7 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def forward(key: CodecKey, leading: int, x: torch.Tensor) -> torch.Tensor:
-        return rounded(Codec(*key), x, leading)
+        return round_trip(Codec(*key), x, leading)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

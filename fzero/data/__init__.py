@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from fzero._arguments import missing_names
 from fzero.data._batch_plan import BatchPlan, batch_plan
 from fzero.data._batches import Batches, batches
-from fzero.data._once import mean, once
+from fzero.data._epoch import epoch, mean
 from fzero.data._padding import Padding, padding
 from fzero.data._prefetch import prefetch
 
-__all__ = ["BatchPlan", "Batches", "Padding", "batch_plan", "batches", "mean", "once", "padding", "prefetch"]
+__all__ = ["BatchPlan", "Batches", "Padding", "batch_plan", "batches", "epoch", "mean", "padding", "prefetch"]
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
     __getattr__ = missing_names(__name__, __all__)

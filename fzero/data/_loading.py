@@ -82,7 +82,7 @@ class _PaddedDataset(NamedTuple):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         index, length = key
-        return self.pad.example(self.dataset[index], length)
+        return self.pad.pad_example(self.dataset[index], length)
 
 
 def load_batches(

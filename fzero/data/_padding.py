@@ -63,7 +63,7 @@ def padding(
             32      33%
             64      17%
         14% of all tokens are padding; with one length it would be 61%
-        >>> {name: x.tolist() for name, x in pad.example({"input_ids": [7, 8], "labels": [8, 9]}, 3).items()}
+        >>> {name: x.tolist() for name, x in pad.pad_example({"input_ids": [7, 8], "labels": [8, 9]}, 3).items()}
         {'input_ids': [7, 8, 0], 'labels': [8, 9, -100], 'attention_mask': [1, 1, 0]}
     """
     check_int("global_batch", global_batch, 1, "a number of examples")
@@ -109,7 +109,7 @@ class Padding:
         """Return the length that the examples of a global batch are padded to."""
         return self.buckets[bisect_left(self.buckets, max(self.lengths[i] for i in indices))]
 
-    def example(self, example: Tree, length: int) -> Tree:
+    def pad_example(self, example: Tree, length: int) -> Tree:
         """Pad one example. In a dict, sequences as long as the first one are padded, and other values are kept.
 
         Args:

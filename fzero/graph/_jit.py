@@ -19,7 +19,7 @@ from fzero.graph._entry import Entry, JitOptions, build_entry
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
-from fzero.graph.planning._clocks import Interval, estimate_seconds, limits_of, timeline
+from fzero.graph.planning._clocks import Interval, estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
@@ -218,7 +218,7 @@ class Jitted:
         if hardware is None:
             return [p for p, _ in plans]
         return [
-            replace(p, seconds=estimate_seconds(graph, hardware), limits=limits_of(timeline(graph, hardware)))
+            replace(p, seconds=estimate_seconds(graph, hardware), limits=seconds_by_bound(timeline(graph, hardware)))
             for p, graph in plans
         ]
 

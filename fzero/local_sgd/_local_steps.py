@@ -108,7 +108,7 @@ class LocalSteps:
         new_params, new_states, *others = self._run_replicas(params, state, args, kwargs)
         if not isinstance(self.step, Jitted):  # an eager step may return an argument itself, as a frozen leaf
             new_params, new_states = tree.copy_shared((new_params, new_states), (params.trees, state.inner.trees))
-        others = [self.groups.results(tree.copy_shared(x, (new_params, new_states))) for x in others]
+        others = [self.groups.wrap_results(tree.copy_shared(x, (new_params, new_states))) for x in others]
         count = state.count + 1
         state = replace(state, count=count, inner=Replicas(new_states))
         state = self._average(

@@ -12,7 +12,7 @@ from fzero.codecs import Codec
 from fzero.local_sgd._parts import merge, select
 from fzero.local_sgd._replica_sums import start_sum, wait_sum
 from fzero.local_sgd._replicas import ReplicaGroups, own_memory, rebuild
-from fzero.optim import MasterState, Optimizer, apply_updates, rounded
+from fzero.optim import MasterState, Optimizer, apply_updates, round_master
 from fzero.sharding import is_box
 from fzero.transforms import partition, replicate
 from fzero.zero import ShardedStep
@@ -131,7 +131,8 @@ class OuterStep:
 
     def _as_params(self, new: Any, params: Any) -> Any:
         """Return new values in the dtypes and the layout of a replica's parameters."""
-        narrow = tree.map(lambda x, p: x if p.dtype == x.dtype else rounded(x, p.dtype), new, self._partition(params))
+        old = self._partition(params)
+        narrow = tree.map(lambda x, p: x if p.dtype == x.dtype else round_master(x, p.dtype), new, old)
         return replicate(narrow) if self.step.layout.shards_within_step else narrow
 
 

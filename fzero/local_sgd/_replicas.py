@@ -125,7 +125,7 @@ class ReplicaGroups:
                 names = self.mesh.axis_names if box.axes is None else box.axes
                 old.copy_(self._row(box.value, names, row) if self.mesh.simulated else box.value)
 
-    def results(self, trees: Sequence[Any]) -> Any:
+    def wrap_results(self, trees: Sequence[Any]) -> Any:
         """Return a result of the replicas: plain tensors as values that differ along `over`, boxes in `Replicas`."""
         if any(is_box(x) for x in tree.flatten(trees[0], is_box)[0]):
             return Replicas(tuple(trees))

@@ -23,7 +23,7 @@ from fzero.nn._module_writes import (
     record_versions,
     restore_modules,
 )
-from fzero.nn._remat_blocks import boxes_to_blocks
+from fzero.nn._remat_blocks import give_boxes_to_blocks
 from fzero.parallel.context import notice_split_tokens
 from fzero.parallel.tensor import Layers
 from fzero.sharding import is_box
@@ -143,7 +143,7 @@ class Apply:
             self.tp.check_shared({**{str(i): x for i, x in enumerate(args)}, **kwargs})
         notice_split_tokens(self.module)
         copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable_names | self.scratch_names)}
-        with boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
+        with give_boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
             out = self._run(f, state, args, kwargs)
         kept = {name for name, x in buffers.items() if is_box(x)} | self.scratch_names
         return out, {name: x if name in kept else state[name] for name, x in buffers.items()}

@@ -6,10 +6,10 @@ from fzero.nn._copy import copy_module, shared_tensors
 from fzero.parallel.context import ContextAxis, check_model, check_tokens, install
 from fzero.parallel.experts import use_differentiable
 
-__all__ = ["checked_context", "with_context"]
+__all__ = ["check_context", "with_context"]
 
 
-def checked_context(module: torch.nn.Module, axis: str) -> ContextAxis:
+def check_context(module: torch.nn.Module, axis: str) -> ContextAxis:
     """Check that a model's sequences can be split over an axis.
 
     Raises:
@@ -26,6 +26,6 @@ def checked_context(module: torch.nn.Module, axis: str) -> ContextAxis:
 
 def with_context(module: torch.nn.Module, axis: str) -> torch.nn.Module:
     """Return a copy of a model of transformers that attends across the ranks of an axis, with the same tensors."""
-    context, copied = checked_context(module, axis), copy_module(module, shared_tensors(module))
+    context, copied = check_context(module, axis), copy_module(module, shared_tensors(module))
     install(copied, context)
     return copied

@@ -10,7 +10,7 @@ from fzero._torch.modules import persistent_buffers
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
 from fzero.nn._apply import Apply
-from fzero.nn._context import checked_context
+from fzero.nn._context import check_context
 from fzero.nn._copy import check_functions, copy_module
 from fzero.nn._lazy_logits import check_head, install_lazy_logits
 from fzero.nn._matmul_precision import MatmulPrecisionLike, install_matmuls, matmul_precision_of
@@ -115,7 +115,7 @@ def functional(
             f"tp={tp!r}: expected the layers of the module, fzero.parallel.tensor.layers(module), which takes a plan, "
             "a dict from names to styles"
         )
-    context_axis = None if context is None else checked_context(module, context)
+    context_axis = None if context is None else check_context(module, context)
     head = check_head(module) if chunked_loss else None
     params, frozen, buffers = tensors_of(module)
     buffers = {name: x.clone() for name, x in buffers.items()}

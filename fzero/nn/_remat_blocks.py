@@ -9,7 +9,7 @@ import torch
 from fzero.sharding import is_box, sharded_units, traced_spec
 from fzero.transforms import gather, remat
 
-__all__ = ["boxes_to_blocks", "remat_blocks", "repeated_blocks", "undo_remat_blocks"]
+__all__ = ["give_boxes_to_blocks", "remat_blocks", "repeated_blocks", "undo_remat_blocks"]
 
 _Save = str | Callable[[Any], bool] | None
 
@@ -99,7 +99,7 @@ class _OriginalForward(torch.nn.Module):
 
 
 @contextmanager
-def boxes_to_blocks(
+def give_boxes_to_blocks(
     module: torch.nn.Module, blocks: Sequence[str], state: dict[str, Any]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Give each box to the block that owns all of its parameters, and gather the other boxes.

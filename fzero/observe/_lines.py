@@ -15,7 +15,7 @@ from fzero._torch.recorder import Stacks
 from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
-__all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "spans"]
+__all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "record_spans"]
 
 
 class Span(NamedTuple):
@@ -80,7 +80,7 @@ class StackCost(NamedTuple):
 
 
 @contextmanager
-def spans(file: str, function: str) -> Iterator[list[Span]]:
+def record_spans(file: str, function: str) -> Iterator[list[Span]]:
     """Record the operations that run within. The list is filled at the end. Each operation waits for the device.
 
     Args:

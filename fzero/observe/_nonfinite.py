@@ -263,11 +263,11 @@ def _value_graph_of(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
         )
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         for part in _nonfinite_parts(arguments, mesh):
-            tracker.argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
-        with record_node_lines(), watch_operations(tracker.before, tracker.after):
+            tracker.record_argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
+        with record_node_lines(), watch_operations(tracker.before, tracker.record_operation):
             out = step(*args, **kwargs)
         for part in _nonfinite_parts(out, mesh):
-            tracker.result(part.value, tree.leaf_name("result", part.path))
+            tracker.record_result(part.value, tree.leaf_name("result", part.path))
     return tracker.graph
 
 

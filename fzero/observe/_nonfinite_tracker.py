@@ -78,7 +78,9 @@ class NonFiniteTracker:
         """Return edges to the non-finite values that the operation may overwrite."""
         return [] if operation.name in _OVERWRITE else self._edges(operation.mutated_arguments, operation)
 
-    def after(self, operation: WatchedOperation, overwritten: list[Edge], results: Sequence[torch.Tensor]) -> None:
+    def record_operation(
+        self, operation: WatchedOperation, overwritten: list[Edge], results: Sequence[torch.Tensor]
+    ) -> None:
         """Record the non-finite results of an operation."""
         name = operation.name
         if name.startswith(_MESSAGES):
@@ -99,7 +101,7 @@ class NonFiniteTracker:
             new = [x for x in results if is_real(x)]
         self._record_results(operation, overwritten, new)
 
-    def argument(self, x: torch.Tensor, leaf: str, ranks: tuple[int, ...]) -> None:
+    def record_argument(self, x: torch.Tensor, leaf: str, ranks: tuple[int, ...]) -> None:
         """Record an argument, or a rank's part of one, if it is not finite."""
         kind = nonfinite_kind(x)
         if kind:
@@ -109,7 +111,7 @@ class NonFiniteTracker:
             )
             self._remember([x], self._record(kind.nan, [], origin))
 
-    def result(self, x: torch.Tensor, path: str) -> None:
+    def record_result(self, x: torch.Tensor, path: str) -> None:
         """Record a result if it is not finite."""
         kind = nonfinite_kind(x)
         if kind:

@@ -17,7 +17,7 @@ from fzero._torch import profiling, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.graph import only_copies, short_path
 from fzero.observe._flame_chart import draw
-from fzero.observe._lines import LineCost, Span, StackCost, by_line, by_stack, spans
+from fzero.observe._lines import LineCost, Span, StackCost, by_line, by_stack, record_spans
 
 __all__ = ["Cost", "Profile", "profile"]
 
@@ -187,7 +187,7 @@ def profile(
     def one_by_one() -> tuple[Span, ...]:
         args_copy, kwargs_copy = _copy(args), _copy(kwargs)
         _start_together()
-        with spans(__file__, one_by_one.__name__) as results:
+        with record_spans(__file__, one_by_one.__name__) as results:
             step(*args_copy, **kwargs_copy)
         return tuple(results)
 

@@ -61,7 +61,7 @@ from fzero.optim.wrappers import (
     master_weights,
     offload,
     on_full_leaves,
-    rounded,
+    round_master,
     static_loss_scale,
     stochastic_rounding,
     with_offload_ratio,
@@ -152,7 +152,7 @@ INTERNAL = [
     "is_opt_state",
     "mark_role",
     "role_of",
-    "rounded",
+    "round_master",
     "torch_optimizer_message",
     "watch_roles",
 ]

@@ -32,11 +32,11 @@ class PeerEstimate:
 
 
 @api_boundary
-def deepspeed_zero2(parameters: int, *, devices_per_host: int, hosts: int = 1, offload: bool = False) -> PeerEstimate:
+def deepspeed_zero2(num_params: int, *, devices_per_host: int, hosts: int = 1, offload: bool = False) -> PeerEstimate:
     """Return the result of DeepSpeed's `estimate_zero2_model_states_mem_needs`, with its buffer factor of 1.5.
 
     Args:
-        parameters: the number of parameters of the model.
+        num_params: the number of parameters of the model.
         devices_per_host: the number of devices of a host.
         hosts: the number of hosts.
         offload: whether the optimizer state lies on the host.
@@ -55,20 +55,20 @@ def deepspeed_zero2(parameters: int, *, devices_per_host: int, hosts: int = 1, o
         >>> round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)
         (127.45, 15.93)
     """
-    _check_counts(parameters=parameters, devices_per_host=devices_per_host, hosts=hosts)
+    _check_counts(num_params=num_params, devices_per_host=devices_per_host, hosts=hosts)
     n = devices_per_host * hosts
     if offload:
         return PeerEstimate(
-            "DeepSpeed, ZeRO-2, offload", 2 * parameters, int(parameters * max(4 * n, 16) * 1.5), _STATES
+            "DeepSpeed, ZeRO-2, offload", 2 * num_params, int(num_params * max(4 * n, 16) * 1.5), _STATES
         )
-    device = 4 * parameters + int(16 * parameters / n)
-    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(parameters * 4 * devices_per_host * 1.5), _STATES)
+    device = 4 * num_params + int(16 * num_params / n)
+    return PeerEstimate("DeepSpeed, ZeRO-2", device, int(num_params * 4 * devices_per_host * 1.5), _STATES)
 
 
 @api_boundary
 def deepspeed_zero3(
-    parameters: int,
-    largest: int,
+    num_params: int,
+    largest_layer_params: int,
     *,
     devices_per_host: int,
     hosts: int = 1,
@@ -78,8 +78,8 @@ def deepspeed_zero3(
     """Return the result of DeepSpeed's `estimate_zero3_model_states_mem_needs`, for a model made under `zero.Init`.
 
     Args:
-        parameters: the number of parameters of the model.
-        largest: the number of parameters of the largest layer.
+        num_params: the number of parameters of the model.
+        largest_layer_params: the number of parameters of the largest layer.
         devices_per_host: the number of devices of a host.
         hosts: the number of hosts.
         offload: whether the optimizer state lies on the host.
@@ -101,15 +101,20 @@ def deepspeed_zero3(
         raise ValueError(
             "offload_params=True: DeepSpeed offloads parameters with the optimizer's state only: set offload=True"
         )
-    _check_counts(parameters=parameters, largest=largest, devices_per_host=devices_per_host, hosts=hosts)
-    n, big = devices_per_host * hosts, 4 * largest
+    _check_counts(
+        num_params=num_params, largest_layer_params=largest_layer_params, devices_per_host=devices_per_host, hosts=hosts
+    )
+    n, big = devices_per_host * hosts, 4 * largest_layer_params
     if offload:
-        host = int(parameters * (18 if offload_params else 16) / hosts * 1.5)
-        device = big + (0 if offload_params else int(2 * parameters / n))
+        host = int(num_params * (18 if offload_params else 16) / hosts * 1.5)
+        device = big + (0 if offload_params else int(2 * num_params / n))
         name = "DeepSpeed, ZeRO-3, offload" + (" of parameters too" if offload_params else "")
         return PeerEstimate(name, device, host, _STATES)
     return PeerEstimate(
-        "DeepSpeed, ZeRO-3", big + int(18 * parameters / n), int(largest * 4 * devices_per_host * 1.5), _STATES
+        "DeepSpeed, ZeRO-3",
+        big + int(18 * num_params / n),
+        int(largest_layer_params * 4 * devices_per_host * 1.5),
+        _STATES,
     )
 
 
@@ -132,12 +137,14 @@ def _check_counts(**counts: Any) -> None:
 
 
 @api_boundary
-def peer_estimates(parameters: int, largest: int, *, devices_per_host: int, hosts: int = 1) -> list[PeerEstimate]:
+def peer_estimates(
+    num_params: int, largest_layer_params: int, *, devices_per_host: int, hosts: int = 1
+) -> list[PeerEstimate]:
     """List estimates from the number of parameters alone: by DeepSpeed, by accelerate, and by a rule of thumb.
 
     Args:
-        parameters: the number of parameters of the model.
-        largest: the number of parameters of the largest layer.
+        num_params: the number of parameters of the model.
+        largest_layer_params: the number of parameters of the largest layer.
         devices_per_host: the number of devices of a host.
         hosts: the number of hosts.
 
@@ -156,15 +163,17 @@ def peer_estimates(parameters: int, largest: int, *, devices_per_host: int, host
         DeepSpeed, ZeRO-2: 34.1 GB a device, 385.5 GB a host (no activations, no buffers)
         DeepSpeed, ZeRO-3: 4.4 GB a device, 25.2 GB a host (no activations, no buffers)
     """
-    _check_counts(parameters=parameters, largest=largest, devices_per_host=devices_per_host, hosts=hosts)
+    _check_counts(
+        num_params=num_params, largest_layer_params=largest_layer_params, devices_per_host=devices_per_host, hosts=hosts
+    )
     return [
-        PeerEstimate("16 bytes a parameter", 16 * parameters, 0, "no activations, no sharding"),
+        PeerEstimate("16 bytes a parameter", 16 * num_params, 0, "no activations, no sharding"),
         PeerEstimate(
             "accelerate estimate-memory, float32",
-            4 * 4 * parameters,
+            4 * 4 * num_params,
             0,
             "4 times the parameters; no activations, no sharding",
         ),
-        deepspeed_zero2(parameters, devices_per_host=devices_per_host, hosts=hosts),
-        deepspeed_zero3(parameters, largest, devices_per_host=devices_per_host, hosts=hosts),
+        deepspeed_zero2(num_params, devices_per_host=devices_per_host, hosts=hosts),
+        deepspeed_zero3(num_params, largest_layer_params, devices_per_host=devices_per_host, hosts=hosts),
     ]

@@ -25,11 +25,11 @@ from fzero.tuning.search import (
     PlanCache,
     Skipped,
     Unplanned,
-    in_order,
     open_pool,
     refine,
     search_by_bounds,
     search_rows,
+    sort_results,
 )
 
 __all__ = ["BestRow", "ConfigurationTable", "tune"]
@@ -455,7 +455,7 @@ def tune(
             results.append(x)
             if on_result is not None:
                 on_result(x)
-        rows, skipped = in_order(space, results, budget)
+        rows, skipped = sort_results(space, results, budget)
         rows = refine(rows, start, budget)
     return ConfigurationTable(
         rows=tuple(rows),

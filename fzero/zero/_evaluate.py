@@ -33,7 +33,7 @@ def evaluate(
 ) -> Callable[..., Any]:
     """Make a program that evaluates a model on a batch over all ranks of a step.
 
-    Call it as `program(params, ..., batch, rows)`, with the batches and rows of `fzero.data.once`. `fzero.data.mean`
+    Call it as `program(params, ..., batch, rows)`, with the batches and rows of `fzero.data.epoch`. `fzero.data.mean`
     combines the results of all batches into the mean over all examples, even if the last batch is not full. The program
     can be jitted.
 
@@ -65,7 +65,7 @@ def evaluate(
         >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
         >>> params, _ = step.init({"w": torch.tensor([2.0])}, optim.sgd(0.1))
         >>> program = fzero.evaluate(step, lambda params, x: {"error": (x - params["w"]).abs()})
-        >>> data = fzero.data.once(torch.arange(5.0), step.mesh, global_batch=4)
+        >>> data = fzero.data.epoch(torch.arange(5.0), step.mesh, global_batch=4)
         >>> fzero.data.mean(program(params, batch, rows) for batch, rows in data)
         {'error': 1.2}
     """
@@ -77,7 +77,7 @@ def evaluate(
         if len(args) < 2 or (not isinstance(args[-1], int) and getattr(args[-1], "ndim", 1)):
             raise TypeError(
                 "evaluate's program takes (params, ..., batch, rows), and the last argument is not a number of rows: "
-                "take both from fzero.data.once, or pass the number of examples of the global batch"
+                "take both from fzero.data.epoch, or pass the number of examples of the global batch"
             )
         *trees, batch, rows = args
         out = f(*_full(trees, gather, precision), batch)
@@ -129,7 +129,7 @@ def predict(
         >>> step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=fzero.mesh(dp=2))
         >>> params, _ = step.init({"w": torch.tensor([2.0])}, optim.sgd(0.1))
         >>> program = fzero.predict(step, lambda params, x: x * params["w"])
-        >>> data = fzero.data.once(torch.arange(5.0), step.mesh, global_batch=4)
+        >>> data = fzero.data.epoch(torch.arange(5.0), step.mesh, global_batch=4)
         >>> torch.cat([program(params, batch)[:rows] for batch, rows in data])
         tensor([0., 2., 4., 6., 8.])
     """

@@ -34,7 +34,7 @@ class World:
                 continue
             for rank in (0, 1, 2):
                 sought = self.watch.sought() if rank == 1 else []
-                owned = [x for x in self.asked[rank] if rank == 2 and x == LINK.turned()]
+                owned = [x for x in self.asked[rank] if rank == 2 and x == LINK.reversed()]
                 if self.passes():
                     self.ends.hear(rank, sought, owned, self.now)
                 if self.passes():
@@ -78,8 +78,8 @@ def test_both_ends_of_a_link_may_ask_whether_it_carries_data():
     """Each has data under way to the other."""
     ends = LinkEnds(LIMIT)
     ends.hear(1, [LINK], [], 0.0)
-    ends.hear(2, [LINK.turned()], [], 0.0)
-    assert (ends.questions(1), ends.questions(2)) == ([LINK], [LINK.turned()])
+    ends.hear(2, [LINK.reversed()], [], 0.0)
+    assert (ends.questions(1), ends.questions(2)) == ([LINK], [LINK.reversed()])
     ends.hear(1, [LINK], [LINK], 1.0)
-    ends.hear(2, [LINK.turned()], [LINK.turned()], 1.0)
-    assert ends.answers(1) == [(LINK, 2)] and ends.answers(2) == [(LINK.turned(), 1)]
+    ends.hear(2, [LINK.reversed()], [LINK.reversed()], 1.0)
+    assert ends.answers(1) == [(LINK, 2)] and ends.answers(2) == [(LINK.reversed(), 1)]

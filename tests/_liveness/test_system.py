@@ -106,5 +106,5 @@ def test_a_connection_has_the_same_link_from_both_ends():
         result = _tcp_sockets()
         link = result[inode(one)].link
         assert link == (*one.getsockname(), *one.getpeername())
-        assert result[inode(other)].link == link.turned()
-        assert {link, link.turned()} <= ProcessMonitor(os.getpid(), 300.0).links()
+        assert result[inode(other)].link == link.reversed()
+        assert {link, link.reversed()} <= ProcessMonitor(os.getpid(), 300.0).links()

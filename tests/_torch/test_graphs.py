@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from fzero._torch import graph_of
+from fzero._torch import copy_nodes
 
 
 def two_sums() -> Graph:
@@ -24,7 +24,7 @@ def test_a_copied_graph_has_the_nodes_that_node_copy_makes():
     copies = {}
     for node in graph.nodes:
         copies[node] = slow.node_copy(node, copies.__getitem__)
-    fast = graph_of(graph.nodes)
+    fast = copy_nodes(graph.nodes)
     fast.lint()
     assert str(fast) == str(slow) and len(fast.nodes) == len(slow.nodes) == 5
     for a, b in zip(fast.nodes, slow.nodes, strict=True):
@@ -37,7 +37,7 @@ def test_a_copied_graph_has_the_nodes_that_node_copy_makes():
 
 def test_changes_of_a_copied_graph_leave_the_original_alone():
     graph = two_sums()
-    before, copy = str(graph), graph_of(graph.nodes)
+    before, copy = str(graph), copy_nodes(graph.nodes)
     _, _, first, second, _ = copy.nodes
     with copy.inserting_before(second):
         new = copy.call_function(operator.neg, (first,))
@@ -52,4 +52,4 @@ def test_changes_of_a_copied_graph_leave_the_original_alone():
 def test_an_order_in_which_a_node_comes_before_its_argument_is_refused():
     x, y, first, second, output = two_sums().nodes
     with pytest.raises(KeyError):
-        graph_of([x, y, second, first, output])
+        copy_nodes([x, y, second, first, output])

@@ -105,7 +105,7 @@ def test_a_collate_function_makes_batches_of_examples():
 @given(cases())
 def test_an_evaluation_pass_has_each_example_once(case):
     n, batch, length, _ = case
-    results = list(data.once(Squares(length - batch + 1), fzero.mesh(dp=n), global_batch=batch))
+    results = list(data.epoch(Squares(length - batch + 1), fzero.mesh(dp=n), global_batch=batch))
     assert {len(rows(x)) for x, _ in results} == {batch}
     assert [i for x, real in results for i in rows(x)[: int(real)]] == list(range(length - batch + 1))
 
@@ -169,7 +169,7 @@ def test_a_mean_over_ranks_is_the_mean_over_examples(case, stage, weighted):
 
 
 def on(params: Any, length: int, step: Any, batch: int) -> list[tuple[Any, ...]]:
-    return [(params, *pair) for pair in data.once(Squares(length), step.mesh, global_batch=batch)]
+    return [(params, *pair) for pair in data.epoch(Squares(length), step.mesh, global_batch=batch)]
 
 
 @pytest.mark.parametrize("stage", [*[pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)], 2, 3])

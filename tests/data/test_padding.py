@@ -60,13 +60,13 @@ def test_a_padded_example_is_the_example_followed_by_padding(lengths, seed):
             "name": "x",
         }
         length = pad.length_of([i])
-        got = pad.example(sample, length)
+        got = pad.pad_example(sample, length)
         assert got["id"] == i and got["name"] == "x" and "attention_mask" not in sample
         for name, filled in (("input_ids", 0), ("labels", -100), ("scores", 0.5)):
             assert len(got[name]) == length and got[name].dtype == torch.as_tensor(sample[name]).dtype
             assert torch.equal(got[name][:n], torch.as_tensor(sample[name])) and (got[name][n:] == filled).all()
         assert got["attention_mask"].tolist() == [1] * n + [0] * (length - n)
-        assert pad.example(tokens, length).tolist() == [*tokens.tolist(), *[0] * (length - n)]
+        assert pad.pad_example(tokens, length).tolist() == [*tokens.tolist(), *[0] * (length - n)]
 
 
 def texts(count: int) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def test_evaluation_batches_are_padded():
     pad = data.padding([len(x["input_ids"]) for x in result], global_batch=2, buckets=2)
     got = [
         (batch.value["attention_mask"].sum().item(), int(rows))
-        for batch, rows in data.once(result, fzero.mesh(dp=2), global_batch=2, pad=pad)
+        for batch, rows in data.epoch(result, fzero.mesh(dp=2), global_batch=2, pad=pad)
     ]
     sizes = [len(x["input_ids"]) for x in result]
     assert got == [(sizes[0] + sizes[1], 2), (sizes[2] + sizes[3], 2), (2 * sizes[4], 1)]
@@ -174,12 +174,12 @@ def test_a_padding_of_another_data_set_is_refused():
     with pytest.raises(ValueError, match="pad has the lengths of 6 examples, but the data set has 5"):
         data.batches(actual[:5], mesh, global_batch=2, pad=pad)
     with pytest.raises(ValueError, match="pad was made for global_batch=2, not for global_batch=4"):
-        data.once(actual, mesh, global_batch=4, pad=pad)
+        data.epoch(actual, mesh, global_batch=4, pad=pad)
     wrong = data.padding([1] * 6, global_batch=2, multiple=1)
     with pytest.raises(ValueError, match=r"input_ids has \d+ tokens, more than the 1 of its batch"):
         data.batches(actual, mesh, global_batch=2, pad=wrong)[0]
     with pytest.raises(ValueError, match=re.escape("an example has no sequence to pad: ['x']")):
-        pad.example({"x": 1}, 3)
+        pad.pad_example({"x": 1}, 3)
 
 
 def test_buckets_for_many_lengths_are_chosen_quickly():

@@ -214,7 +214,7 @@ def each_process_loads_its_own_rows(mesh: fzero.ranks.Mesh) -> None:
         params, _ = step.init(w, optim.sgd(0.1))
         measure = fzero.evaluate(step, lambda params, x: (x @ params["w"]).abs())
         say = fzero.predict(step, lambda params, x: x @ params["w"])
-        batches = list(fzero.data.once(Own(range(2 * mesh.size + 1)), mesh, global_batch=2 * mesh.size))
+        batches = list(fzero.data.epoch(Own(range(2 * mesh.size + 1)), mesh, global_batch=2 * mesh.size))
         mean = fzero.data.mean(measure(params, *pair) for pair in batches)
         return mean, torch.cat([say(params, batch)[: int(rows)] for batch, rows in batches]).tolist()
 

@@ -158,7 +158,7 @@ ROWS: dict[str, Row] = {
     "a count below 1 in DeepSpeed's estimate": (
         lambda: fzero.tuning.deepspeed_zero2(-3, devices_per_host=0),
         ValueError,
-        r"parameters=-3: expected an int, at least 1",
+        r"num_params=-3: expected an int, at least 1",
     ),
     "no device in DeepSpeed's estimate": (
         lambda: fzero.tuning.deepspeed_zero3(3, 1, devices_per_host=0),
@@ -168,7 +168,7 @@ ROWS: dict[str, Row] = {
     "parameters in place of their number": (
         lambda: fzero.tuning.peer_estimates(PARAMS, 1, devices_per_host=1),  # pyright: ignore
         TypeError,
-        r"parameters is a dict: expected a number of parameters, fzero\.tree\.numel\(params\)",
+        r"num_params is a dict: expected a number of parameters, fzero\.tree\.numel\(params\)",
     ),
     "epochs of batches": (
         lambda: fzero.data.batches([1, 2], MESH, global_batch=2, epochs=3),

@@ -55,7 +55,7 @@ def one_after_the_other(graph: Graph, settings: PassSettings, context: PassConte
         ("regather", "bucket"),  # a coalesced gather is not repeated
         ("recompute", "donate"),  # operations write in place from `donate` on
         ("recast", "donate"),
-        ("early_move", "donate"),
+        ("move_early", "donate"),
         ("donate", "gather_into"),  # the writes into leaves that gathers replace
         ("gather_into", "slice_of_gather"),
         ("donate", "cat_into"),
@@ -220,7 +220,7 @@ def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
     assert list(rows) == titles
     left_out = {title for title in titles if rows[title][-2:] == ["left", "out"]}
     assert left_out == {
-        *("drop_lone_collectives", "send_early", "keep_on_host", "recast", "early_move", "carry"),
+        *("drop_lone_collectives", "send_early", "keep_on_host", "recast", "move_early", "carry"),
         *([] if plan.settings["recompute"] else ["recompute"]),
     }
     assert {p.name for p in folder.iterdir()} == {"peaks.txt", *[f"{t}.txt" for t in titles if t not in left_out]}

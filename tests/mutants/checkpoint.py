@@ -38,7 +38,7 @@ MUTANTS = [
         ),
     ),
     *File("checkpoint/_agree.py", COPIES).faults(
-        Fault("a step is committed though a rank did not write", "StoreChannel.lead", never("A and (not B)")),
+        Fault("a step is committed though a rank did not write", "StoreChannel.save_as_leader", never("A and (not B)")),
     ),
     *File("checkpoint/_folder.py", COPIES).faults(
         Fault(
@@ -193,7 +193,7 @@ MUTANTS = [
         Fault("leaves on the meta device are saved", "start_save.prepare", skipped("A(B)"), INPUT),
         Fault(
             "only rank 0 raises if the folder is locked",
-            "_SaveRun._lead",
+            "_SaveRun._save_as_leader",
             (
                 before("return A.B.C(D(A.E, F), A.G)", "F.enter_context(A.files.exclusive())"),
                 elsewhere("_SaveRun._lock_and_write", skipped("A.enter_context(B.C.D())")),
@@ -312,7 +312,7 @@ MUTANTS = [
     ),
     *File("checkpoint/_agree.py", ON_GLOO).faults(
         Fault("the trees of the ranks are not compared", "agree", never("A[0] != B[0][0]")),
-        Fault("a rank does not report its failure", "StoreChannel.follow", always("A is None")),
+        Fault("a rank does not report its failure", "StoreChannel.save_as_follower", always("A is None")),
         Fault("if one rank finds damage, the other ranks raise another error", "_raise_together", never("max(A) == 1")),
         Fault("a rank raises its own error only, and not the other ranks' errors", "all_or_none", never("any(A)")),
         Fault("keys in the store are the same for every save", "StoreChannel._key", returns("f'fzero/{topic}/{rank}'")),

@@ -48,7 +48,7 @@ MUTANTS = [
         ),
         Fault(
             "the mask does not hide padding",
-            "Padding.example",
+            "Padding.pad_example",
             becomes("torch.arange(A, device='cpu') < B", "torch.arange(A) < A"),
         ),
         Fault("a batch is padded to its shortest example", "Padding.length_of", becomes("max", "min")),
@@ -59,9 +59,9 @@ MUTANTS = [
         ),
         Fault("the chances of a batch's length are those of one example", "_chances", bare("A ** B")),
     ),
-    *File("data/_once.py", DATA).faults(
-        Fault("the last batch is not filled up", "once", becomes("A + B", "min(A + B, length)")),
-        Fault("rows that fill up the last batch count", "once", bare("min(A, B - start)")),
+    *File("data/_epoch.py", DATA).faults(
+        Fault("the last batch is not filled up", "epoch", becomes("A + B", "min(A + B, length)")),
+        Fault("rows that fill up the last batch count", "epoch", bare("min(A, B - start)")),
         Fault("the mean of batches ignores their sizes", "mean", bare("B.C(torch.add, D, A)")),
     ),
     *File("zero/_evaluate.py", DATA).faults(

@@ -134,7 +134,7 @@ MUTANTS = [
             "_shares",
             becomes("max(A, 1)", "max(A * routing.experts.shape[-1], 1)"),
         ),
-        Fault("load counts the rank's own tokens only", "load", bare("B(A, C)")),
+        Fault("load counts the rank's own tokens only", "expert_load", bare("B(A, C)")),
         Fault(
             "the balance bias favours busy experts",
             "balance_bias",

@@ -192,7 +192,7 @@ MUTANTS = [
             "a node whose operands come later is listed at the end",
             "sort_graph",
             (
-                after("for A in B.nodes: ...", "order |= dict.fromkeys(after_needs(list(B.nodes), {}))"),
+                after("for A in B.nodes: ...", "order |= dict.fromkeys(sort_by_needs(list(B.nodes), {}))"),
                 becomes("[A]", "[A] if all(a in order for a in A.all_input_nodes) else []"),
             ),
         ),

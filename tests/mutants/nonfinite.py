@@ -40,7 +40,7 @@ MUTANTS = [
         ),
         Fault(
             "a comparison of simulated ranks is not recorded",
-            "NonFiniteTracker.after",
+            "NonFiniteTracker.record_operation",
             becomes("A and self.size > 1 and not B()", "False and not B()"),
         ),
         Fault(

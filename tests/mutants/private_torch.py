@@ -29,7 +29,7 @@ MUTANTS = [
         Fault(
             "`.data =` with other memory is not refused", "_Assignments.__torch_function__", never("A == B"), IN_PLACE
         ),
-        Fault("a copied graph may use a name twice", "graph_of", skipped("A._used_names.update(B)"), GRAPHS),
+        Fault("a copied graph may use a name twice", "copy_nodes", skipped("A._used_names.update(B)"), GRAPHS),
         Fault("a reference from C++ to a tensor is not counted", "_holders", bare("A + B._use_count() - 1")),
         Fault("a view's base that Python holds is not seen", "_keeps_base", dropped("sys.getrefcount(A) <= B()")),
         Fault("a view's base that autograd holds is not seen", "_keeps_base", dropped("A <= B + 1")),

@@ -33,7 +33,7 @@ MUTANTS = [
         Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),
     ),
     *File("observe/_lines.py", PROFILING).faults(
-        Fault("an operation of the forward pass has no phase", "spans.after", never("A.B", at="2 of 3")),
+        Fault("an operation of the forward pass has no phase", "record_spans.after", never("A.B", at="2 of 3")),
         Fault("a line belongs to the outermost function, not the innermost", "_function_at", becomes("min", "max")),
         Fault("operations of a profile all begin at zero", "_place_spans", becomes("A += B.C", "A += 0")),
         Fault(

@@ -99,12 +99,14 @@ MUTANTS = [
         Fault("a register is freed before its last use", "_registers_of", bare("[*B.ins, *A]")),
     ),
     *File("graph/run/_segment.py", SUBGRAPHS).faults(
-        Fault("the factor of a clip is computed again in each loop", "segment", dropped("*A(B, C)")),
-        Fault("an update reads the narrow parameter, not the master", "segment", skipped("A(B)")),
+        Fault("the factor of a clip is computed again in each loop", "make_segment", dropped("*A(B, C)")),
+        Fault("an update reads the narrow parameter, not the master", "make_segment", skipped("A(B)")),
         Fault("the addition of another parameter's update is dropped", "_rounded", dropped("A[1] is not B[0]")),
-        Fault("scalars are compiled", "segment", never("A >= {*B}")),
+        Fault("scalars are compiled", "make_segment", never("A >= {*B}")),
         Fault(
-            "blocks are compiled once for each place of a layer norm's mean", "segment", becomes("_items_first(A)", "A")
+            "blocks are compiled once for each place of a layer norm's mean",
+            "make_segment",
+            becomes("_items_first(A)", "A"),
         ),
         Fault("an addition with alpha= counts as a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
     ),

@@ -25,7 +25,7 @@ from fzero.graph.ir._collective_nodes import (
     write_part,
 )
 from fzero.graph.ir._collective_sizes import collective_axes, collective_kind, full_bytes, group_size, moved_numel
-from fzero.graph.ir._node_order import after_needs, check_order, copy_graph, sort_graph
+from fzero.graph.ir._node_order import check_order, copy_graph, sort_by_needs, sort_graph
 from fzero.graph.ir._node_work import feeding_work, flops, input_only_nodes, is_cheap, parameter_gathers
 from fzero.graph.ir._nodes import (
     CASTS,
@@ -89,7 +89,6 @@ __all__ = [
     "WAIT",
     "SpaceError",
     "Storages",
-    "after_needs",
     "aten",
     "changes_layout",
     "check_order",
@@ -135,6 +134,7 @@ __all__ = [
     "only_copies",
     "parameter_gathers",
     "signature",
+    "sort_by_needs",
     "sort_graph",
     "source_of_wait",
     "stand_ins_of",

@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from fzero._torch import graph_of
+from fzero._torch import copy_nodes
 from fzero.graph.ir._nodes import is_input
 
 __all__ = [
-    "after_needs",
     "check_order",
     "copy_graph",
+    "sort_by_needs",
     "sort_graph",
 ]
 
 
 def copy_graph(graph: Graph) -> Graph:
     """Copy a graph."""
-    return graph_of(graph.nodes)
+    return copy_nodes(graph.nodes)
 
 
 def check_order(graph: Graph) -> None:
@@ -53,10 +53,10 @@ def sort_graph(graph: Graph) -> Graph:
                 stack.append(min(missing, key=index.__getitem__))
             else:
                 order[stack.pop()] = None
-    return graph_of(order)
+    return copy_nodes(order)
 
 
-def after_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:
+def sort_by_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -> list[Node]:
     """Sort nodes so that each follows its arguments and the further nodes that it `needs`; keep the order otherwise.
 
     Args:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero._torch import graph_of
+from fzero._torch import copy_nodes
 from fzero.graph.ir import graph_results, input_only_nodes, is_collective, is_input, is_view, is_wait, is_write
 from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
 from fzero.graph.loop._scan import Loop
@@ -212,4 +212,4 @@ def _with_inputs_first(graph: Graph, inputs: list[Node]) -> Graph:
     for n in reversed(graph.nodes):
         if n in needed:
             needed.update(n.all_input_nodes)
-    return graph_of([*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in needed]])
+    return copy_nodes([*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in needed]])

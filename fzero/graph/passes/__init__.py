@@ -3,7 +3,7 @@
 from fzero.graph.passes._cat_into import cat_into
 from fzero.graph.passes._collectives import bucket, drop_lone_collectives
 from fzero.graph.passes._gather_into import gather_into, slice_of_gather
-from fzero.graph.passes._host_copies import early_move, keep_on_host
+from fzero.graph.passes._host_copies import keep_on_host, move_early
 from fzero.graph.passes._loops import carry, hoist
 from fzero.graph.passes._mark_fused import mark_fused
 from fzero.graph.passes._overwrite import donate, in_place
@@ -19,12 +19,12 @@ __all__ = [
     "cat_into",
     "donate",
     "drop_lone_collectives",
-    "early_move",
     "gather_into",
     "hoist",
     "in_place",
     "keep_on_host",
     "mark_fused",
+    "move_early",
     "recast",
     "recompute",
     "regather",

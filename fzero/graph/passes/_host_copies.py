@@ -21,7 +21,7 @@ from fzero.graph.ir import (
     users_through_views,
 )
 
-__all__ = ["early_move", "keep_on_host"]
+__all__ = ["keep_on_host", "move_early"]
 
 
 # keep_on_host: parameters are not moved to the host for the backward pass; other values are copied once.
@@ -65,10 +65,10 @@ def _gathered(graph: Graph) -> set[Node]:
     return gathered
 
 
-# early_move: a value is copied to the host before it is scaled, so that the copy need not wait for the factor.
+# move_early: a value is copied to the host before it is scaled, so that the copy need not wait for the factor.
 
 
-def early_move(graph: Graph) -> Graph:
+def move_early(graph: Graph) -> Graph:
     """Copy gradients to the host before they are scaled by a number, and scale them there.
 
     A clip by the global norm is an example: its factor depends on the last gradient, so all copies to the host would

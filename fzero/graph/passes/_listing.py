@@ -11,7 +11,6 @@ from fzero.graph.ir import (
     COPY,
     LATE,
     Storages,
-    after_needs,
     collectives_before,
     decodes,
     encodes,
@@ -29,6 +28,7 @@ from fzero.graph.ir import (
     is_wait,
     is_write,
     nbytes,
+    sort_by_needs,
     stand_ins_of,
     start_of,
     users_through_views,
@@ -226,7 +226,7 @@ def order_rules(graph: Graph, memory: Storages) -> OrderRules:
     nodes, readers = list(graph.nodes), readers_of_overwritten(graph, memory)
     index = {n: i for i, n in enumerate(nodes)}
     if any(index[reader] > index[write] for write, before in readers.items() for reader in before):
-        nodes = after_needs(nodes, readers)
+        nodes = sort_by_needs(nodes, readers)
         index = {n: i for i, n in enumerate(nodes)}
     writes: dict[Node, list[Node]] = {}
     for write, before in readers.items():

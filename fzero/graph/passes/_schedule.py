@@ -23,7 +23,7 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from fzero._torch import graph_of
+from fzero._torch import copy_nodes
 from fzero.graph.ir import (
     COPY,
     TO_HOST,
@@ -144,7 +144,7 @@ def _move_host_last(graph: Graph) -> Graph:
     for n in reversed(graph.nodes):  # a node that only late nodes need, such as a cast of a parameter, is late too
         if n in from_inputs and n.target is not TO_HOST and n.users and all(u in late for u in n.users):
             late.add(n)
-    return graph_of(sorted(graph.nodes, key=lambda n: _place(n, late)))
+    return copy_nodes(sorted(graph.nodes, key=lambda n: _place(n, late)))
 
 
 def _computes(node: Node) -> bool:
@@ -254,7 +254,7 @@ def schedule(
         if limit < math.inf:
             ahead = _fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
-    scheduled = graph_of(order)
+    scheduled = copy_nodes(order)
     result, peak = _move_host_last(scheduled), cache.known_peak(order)
     if result is scheduled and peak is not None:
         record_peak(result, peak)

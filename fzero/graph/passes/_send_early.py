@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from fzero._torch import graph_of
+from fzero._torch import copy_nodes
 from fzero.graph.loop._rank_schedule import BEGIN_REGION, SEND
 
 __all__ = ["send_early"]
@@ -27,7 +27,7 @@ def send_early(graph: Graph) -> Graph:
     for begin, stop in zip(begins, [*begins[1:], len(nodes)], strict=True):
         region = nodes[begin:stop]
         order += _sent_first(region) if region[0].args[0] == "B" else region
-    return graph_of(order)
+    return copy_nodes(order)
 
 
 def _sent_first(region: Sequence[Node]) -> list[Node]:

@@ -30,7 +30,7 @@ from fzero.graph.planning._cost import Work, work_of
 from fzero.graph.planning._hardware import HARDWARE, Hardware
 from fzero.graph.planning._live_ranges import is_pointwise_kernel, is_tensor_reduction, unstored_values
 
-__all__ = ["LIMITS", "Interval", "estimate_seconds", "limits_of", "timeline"]
+__all__ = ["LIMITS", "Interval", "estimate_seconds", "seconds_by_bound", "timeline"]
 
 
 def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
@@ -96,7 +96,7 @@ def timeline(graph: Graph, hardware: Hardware | None = None, first: bool = False
     return clocks.intervals or []
 
 
-def limits_of(intervals: Iterable[Interval]) -> dict[str, float]:
+def seconds_by_bound(intervals: Iterable[Interval]) -> dict[str, float]:
     """Add up the seconds of the compute stream by what bounds them, without zeros. They add up to the step's."""
     sums: dict[str, float] = dict.fromkeys(LIMITS, 0.0)
     for x in intervals:

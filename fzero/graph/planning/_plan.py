@@ -30,7 +30,7 @@ from fzero.graph.loop._loop_memory import SentMessage, sent_messages
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning import _views
 from fzero.graph.planning._caching_allocator import AllocatorPeaks, simulate_allocator
-from fzero.graph.planning._clocks import estimate_seconds, limits_of, timeline
+from fzero.graph.planning._clocks import estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._collective_units import infer_units
 from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._live_ranges import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
@@ -378,7 +378,7 @@ def make_plan(
             ]
         ),
         workspace_bytes=_workspace_bytes(ops),
-        limits=limits_of(timeline(graph, hardware)),
+        limits=seconds_by_bound(timeline(graph, hardware)),
         device_type=_device_type(ops),
     )
 

@@ -24,7 +24,7 @@ from fzero.graph.planning._subgraphs import (
     views_to,
     written_argument,
 )
-from fzero.graph.run._segment import Segment, segment
+from fzero.graph.run._segment import Segment, make_segment
 
 __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
 
@@ -149,7 +149,7 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
         loop_items = list(subgraph[0].users) if loop_of(subgraph[0]) else []
         singles = [*views_to(used, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
         instructions += [_single_operation(node, register_of) for node in singles]
-        compiled = None if single else segment(subgraph, exported, register_of, parts, scalars)
+        compiled = None if single else make_segment(subgraph, exported, register_of, parts, scalars)
         instructions += [] if compiled is None else [compiled]
     instructions += [_single_operation(node, register_of) for node in views_to(values, register_of, view_values)]
     inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fzero.graph.ir import COPY, is_input, name_of, signature
 from fzero.graph.planning._subgraphs import operands, read_by_kernels, sources
 
-__all__ = ["Segment", "segment"]
+__all__ = ["Segment", "make_segment"]
 
 
 # Rounded: a narrow parameter becomes its master's rounded value directly, without adding an update to the old value.
@@ -75,7 +75,7 @@ class Segment(NamedTuple):
     scalars: bool = False
 
 
-def segment(
+def make_segment(
     subgraph: Sequence[Node],
     exports: Sequence[Node],
     register_of: dict[Node, int],

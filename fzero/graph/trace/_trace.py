@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._notice import trouble_link
-from fzero._torch import OpOverload, graph_of, is_accelerator
+from fzero._torch import OpOverload, copy_nodes, is_accelerator
 from fzero.collectives import record
 from fzero.graph.ir import (
     METRIC,
@@ -183,7 +183,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
         node.replace_all_uses_with(arguments[key])
         graph.erase_node(node)
     inputs = [n for n in graph.nodes if is_input(n)]
-    return TracedGraph(graph_of([*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
+    return TracedGraph(copy_nodes([*inputs, *[n for n in graph.nodes if not is_input(n)]]), tuple(constants.values()))
 
 
 def _place_constants(gm: GraphModule) -> None:

@@ -9,7 +9,13 @@ from fzero.optim.wrappers._loss_scaling import (
     loss_scale,
     static_loss_scale,
 )
-from fzero.optim.wrappers._master_weights import MasterState, convert_masters, master_params, master_weights, rounded
+from fzero.optim.wrappers._master_weights import (
+    MasterState,
+    convert_masters,
+    master_params,
+    master_weights,
+    round_master,
+)
 from fzero.optim.wrappers._offload import DelayedState, offload, with_offload_ratio
 from fzero.optim.wrappers._on_full_leaves import on_full_leaves
 from fzero.optim.wrappers._stochastic_rounding import StochasticRoundingState, stochastic_rounding
@@ -33,7 +39,7 @@ __all__ = [
     "master_weights",
     "offload",
     "on_full_leaves",
-    "rounded",
+    "round_master",
     "static_loss_scale",
     "stochastic_rounding",
     "with_offload_ratio",

@@ -30,7 +30,7 @@ __all__ = [
     "difference",
     "master_params",
     "master_weights",
-    "rounded",
+    "round_master",
 ]
 
 
@@ -139,10 +139,10 @@ def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     The update is the difference of two narrow values. So `apply_updates` adds it to the parameter without another
     rounding, unless the difference is near zero.
     """
-    return difference(p, rounded(master, p.dtype), master.dtype)
+    return difference(p, round_master(master, p.dtype), master.dtype)
 
 
-def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_master(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round a master to a narrow dtype, and clamp it to the dtype's range: no update could correct an infinity."""
     largest = torch.finfo(dtype).max
     return master.clamp(-largest, largest).to(dtype)

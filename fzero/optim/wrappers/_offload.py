@@ -25,7 +25,7 @@ from fzero.optim._base import (
     wrap_optimizers,
 )
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, plan_offload
-from fzero.optim.wrappers._master_weights import MasterState, difference, rounded
+from fzero.optim.wrappers._master_weights import MasterState, difference, round_master
 from fzero.sharding import Shard, boxes_to_device, is_box, spaces
 
 __all__ = ["DelayedState", "offload", "with_offload_ratio"]
@@ -204,7 +204,7 @@ def _update_in_pieces(
         if masters[i] is None:
             return [plan.piece_to_device(*x) for x in zip(spaces(u), u.pieces, strict=True)]
         return [
-            difference(p, to_device(rounded(m, p.dtype), plan.device), m.dtype) if space == "host" else x
+            difference(p, to_device(round_master(m, p.dtype), plan.device), m.dtype) if space == "host" else x
             for space, x, p, m in zip(spaces(u), u.pieces, narrow[i].pieces, masters[i].pieces, strict=True)
         ]
 

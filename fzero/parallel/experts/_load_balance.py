@@ -9,7 +9,7 @@ from fzero.axes import AxisName, tokens_axis
 from fzero.collectives import pmean
 from fzero.parallel.experts._routing import Routing, check_routing, count_choices, describe
 
-__all__ = ["balance_bias", "balance_loss", "expert_capacity", "load", "stats", "z_loss"]
+__all__ = ["balance_bias", "balance_loss", "expert_capacity", "expert_load", "stats", "z_loss"]
 
 
 def _count_choices(routing: Routing) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _shares(routing: Routing) -> torch.Tensor:
     return _count_choices(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
 
 
-def load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
+def expert_load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
     """Return each expert's share of all choices, over all ranks.
 
     Args:
@@ -57,7 +57,7 @@ def load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
 
     Example:
         >>> from fzero.parallel import experts
-        >>> experts.load(experts.route(torch.tensor([[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]]), k=1))
+        >>> experts.expert_load(experts.route(torch.tensor([[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]]), k=1))
         tensor([0.7500, 0.2500])
     """
     return pmean(_shares(routing).mean(0), axis)
@@ -125,7 +125,8 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
     """Raise the bias of experts below the mean load, and lower that of experts above it: balance without a loss.
 
     `bias` is the argument of `route(bias=)`. It is not a parameter: the step takes it, and returns the new one. Pass
-    the load over all ranks (`experts.load`), or the ranks' biases would diverge; a simulation refuses such a bias.
+    the load over all ranks (`experts.expert_load`), or the ranks' biases would diverge; a simulation refuses such a
+    bias.
 
     Args:
         bias: `[E]`.

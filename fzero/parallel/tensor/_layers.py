@@ -15,9 +15,9 @@ from fzero.parallel.tensor._tensor_plan import (
     Plan,
     check_ties,
     list_param_splits,
-    numbered,
     resolve_plan,
     style_tied_layers,
+    with_stars,
 )
 from fzero.tree import Tree
 
@@ -47,8 +47,9 @@ class Layers:
     def __repr__(self) -> str:
         styles_by_name: dict[str, set[Style]] = {}
         for name, style in self.styles.items():
-            styles_by_name.setdefault(numbered(name), set()).add(style)
-        names = {name: numbered(name) if len(styles_by_name[numbered(name)]) == 1 else name for name in self.styles}
+            styles_by_name.setdefault(with_stars(name), set()).add(style)
+        is_common = {pattern: len(styles) == 1 for pattern, styles in styles_by_name.items()}
+        names = {name: with_stars(name) if is_common[with_stars(name)] else name for name in self.styles}
         rows = {names[name]: style for name, style in self.styles.items()}
         width = max(map(len, rows), default=0)
         head = f"layers along {self.axis!r}" + (", residual stream split along the sequence" if self.sequence else "")

@@ -18,7 +18,7 @@ from fzero.parallel.tensor._styles import (
     parameter_split,
 )
 
-__all__ = ["Plan", "check_ties", "list_param_splits", "numbered", "resolve_plan", "style_tied_layers"]
+__all__ = ["Plan", "check_ties", "list_param_splits", "resolve_plan", "style_tied_layers", "with_stars"]
 
 
 Plan = Mapping[str, str | Style | None]
@@ -58,8 +58,8 @@ def resolve_plan(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, 
     return {name: style for name, style in styles.items() if style is not None}, parameters
 
 
-def numbered(name: str) -> str:
-    """Replace each number in a name by `*`."""
+def with_stars(name: str) -> str:
+    """Return a name with `*` in place of each number."""
     return ".".join(["*" if part.isdigit() else part for part in name.split(".")])
 
 

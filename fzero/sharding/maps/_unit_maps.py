@@ -8,7 +8,7 @@ import torch
 from fzero._torch import allow_in_graph, raise_priority
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, join_axes
-from fzero.codecs import Codec, rounded
+from fzero.codecs import Codec, round_trip
 from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, add_rows, apply, transpose_of
 from fzero.sharding._boxes import Shard
 from fzero.sharding._spec import spec_of, traced_spec, unit_axes
@@ -120,7 +120,7 @@ def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], *tensors: t
     tokens, (shard, *origin) = tensors[: len(bindings)], tensors[len(bindings) :]
     key = spec_of(spec_id).gather_key
     if key is not None:
-        origin = [rounded(Codec(*key), x.detach()) for x in origin]
+        origin = [round_trip(Codec(*key), x.detach()) for x in origin]
     return _AsIfBy.apply("gather", spec_id, bindings, 1, *tokens, shard, *origin)
 
 

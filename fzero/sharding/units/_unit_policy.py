@@ -68,7 +68,7 @@ class _UnitLeaves(NamedTuple):
     leaves: dict[str, Any]
     ties: dict[str, str]
 
-    def rule(self, names: Mapping[str, str]) -> UnitPolicy:
+    def make_rule(self, names: Mapping[str, str]) -> UnitPolicy:
         """Make the rule that gives each leaf its name, and a tied leaf the name for its first path."""
         elements: dict[str, list[int]] = {}
         for path, name in names.items():

@@ -57,7 +57,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
     }
-    return unit_leaves.rule({path: _unit_name(path, fine_keys, nodes, max_numel) for path in unit_leaves.leaves})
+    return unit_leaves.make_rule({path: _unit_name(path, fine_keys, nodes, max_numel) for path in unit_leaves.leaves})
 
 
 _Keys = tuple[str, ...]
@@ -168,7 +168,7 @@ def by_size(
     for numels in kinds.values():
         for subtree in divide_tree(numels, min_numel, max_numel, unit_leaves.leaves):
             names.update(dict.fromkeys(subtree.paths, subtree.name))
-    return unit_leaves.rule({path: names[path] for path in unit_leaves.leaves})  # the table follows the tree
+    return unit_leaves.make_rule({path: names[path] for path in unit_leaves.leaves})  # the table follows the tree
 
 
 def _kind(path: str, leaf: Any, rules: LayoutRules) -> tuple[Any, ...]:

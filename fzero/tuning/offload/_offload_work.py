@@ -63,7 +63,7 @@ class OffloadWork:
 
 @api_boundary
 def model_work(
-    parameters: float,
+    num_params: float,
     *,
     ranks: int,
     tokens: float,
@@ -83,7 +83,7 @@ def model_work(
     the host holds the state, the gradient on its way down, and the parameter on its way up: 12 + 2 + 2 bytes.
 
     Args:
-        parameters: the number of parameters of the model.
+        num_params: the number of parameters of the model.
         ranks: the number of ranks over which the state is sharded.
         tokens: tokens of a rank in a step.
         stage: the stage of ZeRO, 1 to 3.
@@ -107,22 +107,22 @@ def model_work(
         >>> work.host_bytes[1] / 10e9, work.device_bytes[1] / 10e9  # bytes a parameter, with all of the state offloaded
         (16.0, 2.0)
     """
-    numbers = {"parameters": parameters, "ranks": ranks, "tokens": tokens, "units": units, "state_bytes": state_bytes}
+    numbers = {"num_params": num_params, "ranks": ranks, "tokens": tokens, "units": units, "state_bytes": state_bytes}
     numbers |= {"parameter_bytes": parameter_bytes, "gradient_bytes": gradient_bytes}
     for argument, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"{argument}={value!r}: expected a number above 0")
     if stage not in (1, 2, 3):
         raise ValueError(f"stage={stage!r}: expected 1, 2 or 3")
-    share = parameters / ranks
-    params = (parameters if stage < 3 else share) * parameter_bytes + overhead_bytes
-    grads = (parameters if stage < 2 else share) * gradient_bytes
+    share = num_params / ranks
+    params = (num_params if stage < 3 else share) * parameter_bytes + overhead_bytes
+    grads = (num_params if stage < 2 else share) * gradient_bytes
     device_grads = grads if stage < 2 else 0.0  # full gradients stay on the device
     return OffloadWork(
-        name or f"{parameters / 1e9:g} B parameters",
+        name or f"{num_params / 1e9:g} B parameters",
         assumptions=", ".join(
             [
-                f"{parameters / 1e9:g} B parameters on {ranks} {'rank' if ranks == 1 else 'ranks'} at stage {stage}",
+                f"{num_params / 1e9:g} B parameters on {ranks} {'rank' if ranks == 1 else 'ranks'} at stage {stage}",
                 f"{tokens:,.0f} tokens a rank and step",
                 f"{8 if remat else 6} FLOPs a parameter and token{' with remat' if remat else ''}",
                 f"{parameter_bytes} + {gradient_bytes} + {state_bytes} bytes a parameter",
@@ -130,8 +130,8 @@ def model_work(
             ]
         ),
         elements=share,
-        flops=(8 if remat else 6) * parameters * tokens,
-        forward_flops=2 * parameters * tokens,
+        flops=(8 if remat else 6) * num_params * tokens,
+        forward_flops=2 * num_params * tokens,
         device_bytes=(params + grads + state_bytes * share, params + device_grads),
         host_bytes=(0.0, (state_bytes + gradient_bytes + parameter_bytes) * share),
         state_bytes=state_bytes * share,

@@ -5,10 +5,10 @@ from fzero.tuning.search._search import (
     ConfigurationPlanner,
     PlanCache,
     Skipped,
-    in_order,
     open_pool,
     refine,
     search_rows,
+    sort_results,
 )
 
 __all__ = [
@@ -16,9 +16,9 @@ __all__ = [
     "PlanCache",
     "Skipped",
     "Unplanned",
-    "in_order",
     "open_pool",
     "refine",
     "search_by_bounds",
     "search_rows",
+    "sort_results",
 ]

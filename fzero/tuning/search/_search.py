@@ -40,11 +40,11 @@ __all__ = [
     "PlanCache",
     "Skipped",
     "Start",
-    "in_order",
     "is_surely_too_large",
     "open_pool",
     "refine",
     "search_rows",
+    "sort_results",
 ]
 
 # Processes that plan. They are forked, so that they have torch and the user's functions already.
@@ -407,7 +407,7 @@ def search_rows(space: SearchSpace, start: Start, workers: int, budget: float) -
         wait(running, return_when=FIRST_COMPLETED)
 
 
-def in_order(
+def sort_results(
     space: SearchSpace, results: Iterable[TableRow | Skipped], budget: float
 ) -> tuple[list[TableRow], list[Skipped]]:
     """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import optim
 from fzero._torch import scaled_mm
-from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, limits_of, timeline
+from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._hardware import HARDWARE, Hardware
 from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -68,7 +68,7 @@ def check_timeline(actual: list[Interval], seconds: float) -> None:
             gap = after.start - end
             assert gap == pytest.approx(0, abs=1e-9 * seconds) if stream == "compute" else gap >= -1e-9 * seconds
         assert max(ends, default=0) <= seconds * (1 + 1e-9)
-    assert sum(limits_of(actual).values()) == pytest.approx(seconds)
+    assert sum(seconds_by_bound(actual).values()) == pytest.approx(seconds)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_timeline_has_the_seconds_of_the_step_and_the_bound_of_each_operation(
         rank = fzero.graph.step_of_rank(jitted, *args, world_size=64, hardware=name)
         plan, actual = rank.plan(), rank.timeline()
         check_timeline(actual, plan.seconds)
-        assert plan.limits == pytest.approx(limits_of(actual)) and set(plan.limits) <= {*LIMITS}
+        assert plan.limits == pytest.approx(seconds_by_bound(actual)) and set(plan.limits) <= {*LIMITS}
         assert plan.limits["wire"] > 0  # so small a model waits for its collectives
         messages = [x for x in actual if x.stream == "communication"]
         assert len(messages) == sum(c.times for c in plan.collectives) and {x.limit for x in messages} == {"wire"}
@@ -108,8 +108,8 @@ def test_an_operation_is_bounded_by_its_flops_or_its_bytes():
     slow = CARD._replace(memory=1e-3, launch=1e-9)
     operands = [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2)]
     graph = make_fx(torch.matmul, tracing_mode="fake")(*operands).graph
-    assert set(limits_of(timeline(graph, CARD))) == {"products"}
-    assert set(limits_of(timeline(graph, slow))) == {"memory"}
+    assert set(seconds_by_bound(timeline(graph, CARD))) == {"products"}
+    assert set(seconds_by_bound(timeline(graph, slow))) == {"memory"}
 
 
 speeds = st.floats(1, 1e3)

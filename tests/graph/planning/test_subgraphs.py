@@ -15,7 +15,7 @@ from fzero import optim, tree
 from fzero.graph.ir import aten
 from fzero.graph.planning._subgraphs import parts_of_arguments, split_into_subgraphs
 from fzero.graph.run._program import make_program
-from fzero.graph.run._segment import Segment, segment
+from fzero.graph.run._segment import Segment, make_segment
 from fzero.nn import linear_cross_entropy
 from fzero.transforms import step
 from tests.graph.graphs import Builder, not_compiled
@@ -56,7 +56,7 @@ def normalised(late: bool) -> Segment | None:
     y = add(operator.getitem, (norm, 0), values[0])
     total = add(torch.ops.aten.mul.Tensor, (y, y), values[0])
     last = last or add(operator.getitem, (norm, 2), values[2])
-    return segment(nodes[1:], [total, last], {nodes[0]: 0}, set(), set())
+    return make_segment(nodes[1:], [total, last], {nodes[0]: 0}, set(), set())
 
 
 def test_blocks_that_differ_in_where_a_result_is_taken_out_are_compiled_once():

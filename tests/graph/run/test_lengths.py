@@ -290,6 +290,6 @@ def test_a_plan_for_other_ranks_counts_as_no_second_length(monkeypatch):
 def test_padding_by_concatenation_equals_torchs_pad():
     x = torch.arange(24.0).view(2, 3, 4)
     for pad in ([1, 2], [0, 1, 2, 0], [-1, 2, 0, -1], [0, 0, 1, 1, 0, 3], [-1, -2]):
-        assert torch.equal(compiler.padded(x, pad, 7), F.pad(x, pad, value=7))
-    assert torch.equal(compiler.padded(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
-    assert _torch.have_equal_strides(compiler.padded(x, [0, 0]), x)
+        assert torch.equal(compiler.pad_constant(x, pad, 7), F.pad(x, pad, value=7))
+    assert torch.equal(compiler.pad_constant(x.long(), [0, 1], -100.0), F.pad(x.long(), [0, 1], value=-100))
+    assert _torch.have_equal_strides(compiler.pad_constant(x, [0, 0]), x)

@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"over='token': expected \"batch\" or \"sequence\"",
     ),
     "a balance of no sequences": (
-        lambda: moe.load(moe.route(L[0], 1)),
+        lambda: moe.expert_load(moe.route(L[0], 1)),
         ValueError,
         r"routing is of tokens \[3\]: expected \[sequences, tokens\]",
     ),

@@ -100,7 +100,7 @@ def test_the_statistics_of_balance_are_those_of_the_global_batch(simulate, k, ca
 
     def balance(logits: torch.Tensor) -> Any:
         r, axes = moe.route(logits, k), fzero.axes.axis_names()
-        load = moe.load(r, axes)
+        load = moe.expert_load(r, axes)
         return moe.balance_loss(r, axis=axes), load, moe.balance_bias(bias, load), moe.stats(r, capacity, axes)
 
     mesh = fzero.mesh(dp=2, ep=2, simulate=simulate)
@@ -129,7 +129,7 @@ def test_even_routing_has_loss_one_and_a_collapsed_router_the_number_of_experts(
 def test_a_router_bias_computed_from_one_ranks_tokens_is_refused():
     mesh = fzero.mesh(dp=2)
     with pytest.raises(ValueError, match="differs by rank"):
-        mesh.spmd(lambda x: moe.balance_bias(torch.zeros(4), moe.load(moe.route(x, 1), axis=()).float()))(
+        mesh.spmd(lambda x: moe.balance_bias(torch.zeros(4), moe.expert_load(moe.route(x, 1), axis=()).float()))(
             mesh.split(logits_of(4, 5, 4))
         )
 
@@ -138,7 +138,7 @@ def test_the_bias_moves_the_load_towards_equal():
     logits = logits_of(8, 16, 4) + torch.tensor([2.0, 1.0, 0.0, -1.0])
     bias, loads = torch.zeros(4, dtype=torch.float64), []
     for _ in range(300):
-        load = moe.load(moe.route(logits, 2, score="sigmoid", bias=bias))
+        load = moe.expert_load(moe.route(logits, 2, score="sigmoid", bias=bias))
         bias, loads = moe.balance_bias(bias, load, rate=5e-3), [*loads, load]
     assert loads[0].max() > 0.4 and loads[-1].max() < 0.28 and loads[-1].min() > 0.22
     two = moe.balance_bias(torch.zeros(4), torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]), rate=1.0)

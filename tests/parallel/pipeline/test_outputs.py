@@ -41,7 +41,7 @@ def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> N
         fzero.predict(step, loss.outputs(answers)),
     ]
     evaluate, predict = [fzero.jit(p, backend="fx", **LEAST) if jit else p for p in programs]
-    batches = list(fzero.data.once(DATA, mesh, global_batch=8, axis=step.data_axes))
+    batches = list(fzero.data.epoch(DATA, mesh, global_batch=8, axis=step.data_axes))
     actual = fzero.data.mean(evaluate(sharded, batch, rows) for batch, rows in batches)
     total, weight = loss_of(1, depth=5)(params, ROWS)
     assert actual == pytest.approx((total / weight).item(), rel=1e-12)

@@ -248,7 +248,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no parameters": (
         lambda: tuning.model_work(0, ranks=8, tokens=1),
         ValueError,
-        r"parameters=0: expected a number above 0",
+        r"num_params=0: expected a number above 0",
     ),
     "stage 0": (lambda: tuning.model_work(1, ranks=8, tokens=1, stage=0), ValueError, r"stage=0: expected 1, 2 or 3"),
     "no offload": (

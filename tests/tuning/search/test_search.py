@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
-from fzero.tuning.search import _search, in_order, search_rows
+from fzero.tuning.search import _search, search_rows, sort_results
 from tests.helpers import examples
 from tests.tuning.spaces import planned
 
@@ -72,8 +72,8 @@ def test_the_rows_that_a_search_plans_do_not_depend_on_the_number_of_workers(bud
         many = Processes(workers, data.draw, patch)
         results = [*search_rows(SPACE, many.start, workers, budget)]
     assert sorted(map(str, [x.config for x in alone])) == sorted(map(str, SPACE))
-    assert in_order(SPACE, results, budget) == in_order(SPACE, alone, budget)
-    rows, skipped = in_order(SPACE, results, budget)
+    assert sort_results(SPACE, results, budget) == sort_results(SPACE, alone, budget)
+    rows, skipped = sort_results(SPACE, results, budget)
     assert {r.config for r in rows} == {*one.started} <= {*many.started}
     assert {r.config for r in rows} | {s.config for s in skipped} == {*SPACE}
     for s in skipped:

@@ -13,7 +13,7 @@ from fzero.data._padding import Padding
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank
 
-__all__ = ["mean", "once"]
+__all__ = ["epoch", "mean"]
 
 
 @api_boundary
@@ -49,7 +49,7 @@ def mean(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
 
 
 @api_boundary
-def once(
+def epoch(
     dataset: Any,
     mesh: Mesh,
     *,
@@ -82,7 +82,7 @@ def once(
 
     Example:
         >>> import fzero
-        >>> for batch, rows in once(torch.arange(5), fzero.mesh(dp=2), global_batch=4):
+        >>> for batch, rows in epoch(torch.arange(5), fzero.mesh(dp=2), global_batch=4):
         ...     print(batch.value.tolist(), int(rows))
         [[0, 1], [2, 3]] 4
         [[4, 4], [4, 4]] 1
