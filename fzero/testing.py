@@ -79,7 +79,7 @@ def assert_equivalent(
     params: Tree,
     opt: OptimizerLike,
     batches: Sequence[Any],
-    stages: Sequence[int] = (0, 1, 2, 3),
+    stages: Sequence[int] = tuple(range(len(STAGES))),
     world_sizes: Sequence[int] = (1, 2, 4),
     *,
     rtol: float | None = None,

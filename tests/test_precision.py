@@ -91,7 +91,7 @@ def test_half_precision_equals_unsharded_training_roughly(half, reduce, n, k):
     assert_equivalent(train_step, mlp_params(torch.float32), opt, batches, world_sizes=(n,), rtol=0.02)
 
 
-@pytest.mark.parametrize("stage,k", cases([(3, 2)], itertools.product(range(4), (1, 2, 3))))
+@pytest.mark.parametrize("stage,k", cases([(3, 2)], itertools.product(ALL_STAGES, (1, 2, 3))))
 def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
     precision = fzero.Precision(torch.bfloat16, full=wide_norm)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(1e-2), precision), 64.0, growth_interval=2)
@@ -187,7 +187,7 @@ def test_state_bytes_are_the_formulas(half, n):
 
     held = [14 * psi, 2 * psi + 12 * psi // n, 2 * psi + 12 * psi // n, 14 * psi // n]
     formulas = [16 * psi, 2 * psi + 14 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n]
-    for stage in range(4):
+    for stage in ALL_STAGES:
         mesh = fzero.mesh(simulate=True, dp=n)
         step = fzero.shard(train_step, stage=stage, mesh=mesh)
         state = step.init(params, opt)
@@ -269,7 +269,7 @@ def test_a_tie_has_the_dtype_of_its_first_place():
     train_step = step_of(opt, precision=precision, reduce="sum")
     for params in ({"n": w, "o": w}, {"o": w, "n": w}):
         expected = unsharded(train_step, opt, params, [torch.ones(4)])
-        for stage in range(4):
+        for stage in ALL_STAGES:
             got = trained(train_step, opt, params, [torch.ones(4)], stage, fzero.mesh(dp=2))
             assert_trees_close(got, expected, rtol=0.0)
 
@@ -277,7 +277,7 @@ def test_a_tie_has_the_dtype_of_its_first_place():
 def test_rules_of_split_leaves_see_them_whole():
     precision = fzero.Precision(torch.bfloat16, full=lambda path, leaf: leaf.numel() <= 6)
     opt, mesh = optim.master_weights(optim.sgd(0.1), precision), fzero.mesh(dp=2, tp=2)
-    for stage in range(4):
+    for stage in ALL_STAGES:
         loss = lambda p, x: fzero.collectives.psum_invariant(linear_loss(p, x), "tp")  # noqa: E731
         step = fzero.shard(
             step_of(opt, loss, precision=precision), stage, mesh, "dp", split=lambda path, leaf: {"tp": 1}
@@ -329,7 +329,7 @@ def test_split_and_hybrid_units_follow_the_precision_policy():
     expected = unsharded(train_step, opt, params, batches)
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(simulate=simulate, replica=2, shard=2)
-        for stage in either((1, 3), range(4)):
+        for stage in either((1, 3), ALL_STAGES):
             step = fzero.shard(train_step, stage=stage, mesh=mesh, over="shard")
             state = step.init(params, opt)
             with fzero.collectives.record() as log:

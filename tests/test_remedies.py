@@ -61,7 +61,7 @@ def test_the_functions_that_the_error_names_compute_on_boxes():
         params = tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return params, opt_state, optim.global_norm(grads), fzero.gather(grads)
 
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = fzero.shard(train_step, stage, MESH)
         params, _, norm, grads = step(*step.init(PARAMS, OPT), BATCH)
         torch.testing.assert_close(norm, torch.stack([g.norm() for g in grads.values()]).norm())

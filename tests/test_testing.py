@@ -87,7 +87,7 @@ def test_a_step_with_a_pipelined_loss_passes_and_a_wrong_one_does_not(opt):
         params,
         opt,
         batches,
-        either((3,), range(4)),
+        either((3,), ALL_STAGES),
         rtol=1e-9,
         pipeline=loss,
         meshes=either(meshes[1:2], meshes),

@@ -31,6 +31,7 @@ from fzero.tuning.search import (
     search_rows,
     sort_results,
 )
+from fzero.zero import STAGES
 
 __all__ = ["BestRow", "ConfigurationTable", "tune"]
 
@@ -297,7 +298,7 @@ def tune(
     machine: str | Machine,
     memory: float | None = None,
     margin: float | None = None,
-    stages: Sequence[int] = (0, 1, 2, 3),
+    stages: Sequence[int] = tuple(range(len(STAGES))),
     micro_batches: Sequence[int] | None = None,
     remat: Sequence[bool | str] = (False, "matmuls", True),
     precision: Sequence[str] = ("bfloat16",),

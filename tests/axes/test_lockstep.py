@@ -67,7 +67,7 @@ def test_an_expert_that_only_one_rank_uses_is_reduced_on_all_ranks():
         return params["experts"][i]["w"].square().sum() + params["shared"].sum()
 
     opt = optim.sgd(0.3)
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = fzero.shard(train_step_for(loss, opt), stage=stage, mesh=mesh)
         state = step.init(params, opt)
         new, _, _ = step(*state, mesh.local(torch.tensor([[2.0], [0.0], [2.0]])))

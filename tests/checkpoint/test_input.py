@@ -11,6 +11,7 @@ from fzero import optim, tree
 from fzero.checkpoint._inspect import differences, export
 from fzero.sharding._boxes import PerRank
 from tests.checkpoint.states import Layout, sharded, state_in
+from tests.helpers import ALL_STAGES
 
 PARAMS = {"a": torch.zeros(4), "b": {"c": torch.zeros(3, 2)}, "n": torch.zeros(2, dtype=torch.int64)}
 
@@ -169,7 +170,7 @@ def test_the_error_of_a_load_names_a_leaf_that_the_checkpoint_lacks(saved):
 
 def test_a_load_allocates_memory_for_meta_tensors(tmp_path):
     opt = optim.adamw(1e-3)
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = sharded(Layout({"dp": 2}, stage))
         state = step.init(PARAMS | {"n": torch.zeros(3)}, opt)
         fzero.save(tmp_path, state, step.mesh)

@@ -13,7 +13,7 @@ from fzero import optim, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import trees, world_sizes
-from tests.helpers import cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 
@@ -41,7 +41,7 @@ def test_the_elements_that_each_stage_moves_are_those_of_the_table(model, n, k):
         params, loss, batch = mlp_params(torch.float32), mlp_loss, mlp_batch(n * k, dtype=torch.float32)
     opt, mesh = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)), fzero.mesh(dp=n)
     exact, padded = sizes(params, n)
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = fzero.shard(train_step_for(loss, opt, micro_batches=k), stage=stage, mesh=mesh)
         state = step.init(params, opt)
         with fzero.collectives.record() as log:

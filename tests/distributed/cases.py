@@ -18,7 +18,7 @@ from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
 from tests.collectives.helpers import COLLECTIVES, stacked
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.random.helpers import BATCH, PARAMS, keyed_step, made_by, masks
 
 CASES: Cases = {}
@@ -140,7 +140,7 @@ def every_stage_equals_unsharded_training(mesh: fzero.ranks.Mesh) -> None:
     ]
     pairs = [*zip(opts, (3, 1, 1), strict=True)]
     few = [(pairs[0], 3), (pairs[2], 2)]
-    for (opt, k), stage in either(few, [*itertools.product(pairs, range(4))]):
+    for (opt, k), stage in either(few, [*itertools.product(pairs, ALL_STAGES)]):
         train_step = train_step_for(mlp_loss, opt, micro_batches=k)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         twin = fzero.shard(train_step, stage=stage, mesh=simulated)
@@ -179,7 +179,7 @@ def _own_shards(mesh: fzero.ranks.Mesh, values: Any) -> list[torch.Tensor]:
 def elements_moved_are_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     simulated = fzero.mesh(dp=mesh.size, simulate=True)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-2))
-    for stage, k in either([(1, 1), (3, 4)], [*itertools.product(range(4), (1, 4))]):
+    for stage, k in either([(1, 1), (3, 4)], [*itertools.product(ALL_STAGES, (1, 4))]):
         logs = []
         for m in (mesh, simulated):
             step = fzero.shard(train_step_for(mlp_loss, opt, micro_batches=k), stage=stage, mesh=m)
@@ -209,7 +209,7 @@ def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.ranks.Mesh) -> N
     x = torch.randn(4 * n, width, generator=g).double()
     plain = train_step_for(loss_of(lambda p, x: torch.tanh(x @ p["w"])), opt)(params, opt.init(params), x)
     few = [(1, True), (3, True), (3, False)]
-    for stage, whole in either(few, [*itertools.product(range(4), (True, False))]):
+    for stage, whole in either(few, [*itertools.product(ALL_STAGES, (True, False))]):
         step = fzero.shard(train_step_for(loss_of(block), opt, gather=whole), stage=stage, mesh=mesh)
         state = step.init(params, opt)
         with fzero.collectives.record() as log:
@@ -242,7 +242,7 @@ def a_unit_that_only_some_ranks_use_is_reduced_in_order_on_all(mesh: fzero.ranks
     for rank in range(mesh.size):
         for i in [rank] if rank % 2 else [rank, 0]:
             expected[i] += 2.0 * (i + 1) / mesh.size
-    for stage, k in itertools.product(range(4), (1, 2)):
+    for stage, k in itertools.product(ALL_STAGES, (1, 2)):
 
         def program(params: Any, x: torch.Tensor, stage: int = stage, k: int = k) -> Any:
             boxes = params if stage == 0 else fzero.partition(params, reduce_grads="once" if stage == 1 else "each")
@@ -288,7 +288,7 @@ def init_and_partition_take_and_give_whole_leaves(mesh: fzero.ranks.Mesh) -> Non
     opt = optim.chain(optim.adamw(1e-2), optim.params_ema(0.9))
     simulated = fzero.mesh(dp=mesh.size, simulate=True)
     few = [(1, True), (3, False)]
-    for stage, donate in either(few, [*itertools.product(range(4), (False, True))]):
+    for stage, donate in either(few, [*itertools.product(ALL_STAGES, (False, True))]):
         step, twin = (fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=m) for m in (mesh, simulated))
         state = step.init(tree.map(torch.clone, mlp_params()), opt, donate=donate)
         expected = twin.init(mlp_params(), opt)
@@ -405,7 +405,7 @@ def compiled_steps_equal_eager_ones(mesh: fzero.ranks.Mesh) -> None:
     def loss(params: Any, batch: Any) -> torch.Tensor:
         return (torch.tanh(batch["x"] @ params["b"][0]["w"])[:, :3] * params["h"] - batch["y"]).square().mean()
 
-    for stage in range(4):
+    for stage in ALL_STAGES:
         torch.compiler.reset()
         step = fzero.shard(train_step_for(loss, opt), stage=stage, mesh=mesh)
         compiled = torch.compile(step, fullgraph=True, backend="inductor" if stage == 3 else "aot_eager")
@@ -431,7 +431,7 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     opt, before = optim.adam(1e-2), torch.get_rng_state()
     twin = fzero.shard(keyed_step(opt, micro_batches=3), stage=0, mesh=simulated[0])
     *_, expected = twin(*twin.init(PARAMS, opt), simulated[0].split(BATCH), key)
-    for stage in either((3,), range(4)):
+    for stage in either((3,), ALL_STAGES):
         step = fzero.shard(keyed_step(opt, micro_batches=3), stage=stage, mesh=mesh, check=True)
         for f in (step, fzero.jit(step, backend="fx", **LEAST)) if stage in either((3,), (1, 3)) else (step,):
             *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)

@@ -23,7 +23,7 @@ from fzero.checkpoint._error import DamagedError
 from fzero.checkpoint.layout import PAGE_BYTES
 from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 CASES: Cases = {}
 case = into(CASES)
@@ -118,7 +118,7 @@ def a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(mesh: fzero.ranks.M
 def resume_takes_no_initialisation(mesh: fzero.ranks.Mesh) -> None:
     """The state to load into has no memory before; leaves of a unit lie side by side after."""
     with folder(mesh) as path:
-        for stage in either((2, 3), range(4)):
+        for stage in either((2, 3), ALL_STAGES):
             step = fzero.shard(train_step_for(mlp_loss, OPT), stage=stage, mesh=mesh)
             state = step.init(mlp_params(), OPT)
             fzero.save(path, state, mesh)

@@ -15,7 +15,7 @@ from fzero.testing import assert_trees_close
 from tests.checkpoint.states import same_bits
 from tests.distributed.checkpoint_cases import folder
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import either
+from tests.helpers import ALL_STAGES, either
 from tests.memory import peak_bytes
 from tests.parallel.pipeline import helpers as split_model
 from tests.parallel.pipeline.model import (
@@ -107,7 +107,7 @@ def schedules_that_differ_by_rank_are_refused(world: fzero.ranks.Mesh) -> None:
 @slow
 def every_schedule_at_every_stage(world: fzero.ranks.Mesh) -> None:
     for name, stages in NAMED.items():
-        for stage in range(4):
+        for stage in ALL_STAGES:
             loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=6)
             check(mesh_of(world), stage, loss, 6)
             for gather in (True, False):

@@ -9,7 +9,7 @@ from fzero import optim, tree
 from fzero.ranks._agreement import gather_texts
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
-from tests.helpers import LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.observe.helpers import batch as nonfinite_batch
 from tests.observe.helpers import line_of, log_of_negative, overflow, root_of_zero, train_step_of
 from tests.observe.helpers import params as nonfinite_params
@@ -90,7 +90,7 @@ def a_vmap_around_the_world_maps_every_process(mesh: fzero.ranks.Mesh) -> None:
 def an_overflow_on_the_last_rank_skips_on_all(mesh: fzero.ranks.Mesh) -> None:
     precision = fzero.Precision(torch.float16)
     opt = optim.dynamic_loss_scale(optim.master_weights(optim.adamw(0.1), precision), 64.0)
-    for stage in either((0, 3), range(4)):
+    for stage in either((0, 3), ALL_STAGES):
         train_step = step_of(opt, scaled=True, micro_batches=2, precision=precision)
         step = fzero.shard(train_step, stage=stage, mesh=mesh, check=True)
         state = step.init({"w": torch.tensor([-0.0, 1.0, 2.0]), "v": torch.ones(2)}, opt)
@@ -117,7 +117,7 @@ def unequal_token_counts_make_one_mean(mesh: fzero.ranks.Mesh) -> None:
         return total / count
 
     expected = fzero.value_and_grad(dense)(params, batch)
-    for stage in either((1, 3), range(4)):
+    for stage in either((1, 3), ALL_STAGES):
         for k in (1, 3):
 
             def train_step(params: Any, opt_state: Any, batch: Any, k: int = k) -> Any:
@@ -136,7 +136,7 @@ def unequal_token_counts_make_one_mean(mesh: fzero.ranks.Mesh) -> None:
 def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.ranks.Mesh) -> None:
     """All ranks get one report: that of the rank that began, and not of those that a collective spread it to."""
     opt, last = optim.adam(0.1), mesh.size - 1
-    for stage in either((3,), range(4)):
+    for stage in either((3,), ALL_STAGES):
         for loss, operation in ((log_of_negative, "log"), (root_of_zero, "div"), (overflow, "exp")):
             step = fzero.shard(train_step_of(loss, 2 if stage else 1), stage, mesh)
             state, x = step.init(nonfinite_params(), opt), nonfinite_batch(mesh.size)
@@ -163,7 +163,7 @@ def matrices_are_dealt_to_their_owners(mesh: fzero.ranks.Mesh) -> None:
     """Muon on processes equals lockstep and unsharded training, eager and jitted, as does a pair on whole leaves."""
     muon = optim.muon(0.05, fallback=optim.adamw(1e-2, eps=1e-3), ns_dtype=None)
     full = optim.on_full_leaves(optim.lamb(1e-2, eps=1e-3))
-    for opt, stages in ((muon, either((3,), range(4))), (full, either((), range(4)))):
+    for opt, stages in ((muon, either((3,), ALL_STAGES)), (full, either((), ALL_STAGES))):
         train_step = train_step_for(mlp_loss, opt)
         for stage in stages:
             step = fzero.shard(train_step, stage, mesh, check=True)

@@ -61,7 +61,7 @@ BACKENDS = ("fx", "inductor")
     [(2, "fx"), *[pytest.param(k, b, marks=pytest.mark.slow) for k in (1, 4) for b in BACKENDS]],
 )
 def test_memory_never_grows_with_the_stage(k, backend):
-    peaks = [planned("A", stage, k, backend=backend).peak_bytes for stage in range(4)]
+    peaks = [planned("A", stage, k, backend=backend).peak_bytes for stage in ALL_STAGES]
     assert peaks == sorted(peaks, reverse=True), peaks
     assert peaks[3] < peaks[2] and peaks[1] < peaks[0]
     assert (peaks[2] < peaks[1]) == (k > 1)
@@ -69,7 +69,7 @@ def test_memory_never_grows_with_the_stage(k, backend):
 
 @pytest.mark.slow
 def test_memory_of_a_larger_model_never_grows_with_the_stage():
-    peaks = [planned("B", stage).peak_bytes for stage in range(4)]
+    peaks = [planned("B", stage).peak_bytes for stage in ALL_STAGES]
     assert peaks == sorted(peaks, reverse=True), peaks
 
 
@@ -165,7 +165,7 @@ def test_a_plan_obeys_the_schedule_options():
 @pytest.mark.slow
 def test_collectives_are_those_that_the_recorder_counts():
     """Without re-gathers and buckets: what the eager step sends, in elements and by unit."""
-    for stage in range(4):
+    for stage in ALL_STAGES:
         mesh = fzero.mesh(dp=4)
         step = fzero.shard(train_step_for(mlp_loss, ADAMW), stage=stage, mesh=mesh)
         args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8)))
@@ -253,7 +253,7 @@ def test_a_plan_says_the_answer_first_and_folds_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches,stage", cases([(2, 3)], itertools.product((1, 2), range(4))))
+@pytest.mark.parametrize("micro_batches,stage", cases([(2, 3)], itertools.product((1, 2), ALL_STAGES)))
 def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(stage, micro_batches):
     """As they are when the step is traced: the last product of the loss is forward, and the first of a gradient not."""
     plan = planned("A", stage, micro_batches)
@@ -341,7 +341,7 @@ def arranged(name: str, stage: int) -> Any:
 )
 def test_memory_never_grows_with_the_stage_on_several_axes(name):
     peaks = []
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step, args = arranged(name, stage)
         peaks.append(fzero.plan(fzero.jit(step, backend="fx"), *args).peak_bytes)
     assert peaks == sorted(peaks, reverse=True), peaks

@@ -154,7 +154,7 @@ def test_tied_leaves_stay_tied_in_local_sgd():
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, value
 
-    for stage in range(4):
+    for stage in ALL_STAGES:
         w = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         step = local_steps(fzero.shard(tied_step, stage=stage, mesh=mesh), every=2)
         params, state, _ = run(step, opt, batches_of(4, 4), {"in": w, "out": w})

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import fzero
 from fzero.testing import assert_trees_close
-from tests.helpers import cases, either
+from tests.helpers import ALL_STAGES, cases, either
 from tests.models.table import MODELS, VOCAB, Model, built, pretrained
 from tests.models.training import Trained, assert_same_training, train_by_hand, train_sharded
 
@@ -27,7 +27,7 @@ def models(which: Callable[[Model], bool] = lambda model: True, always: Containe
 
 
 def runs(
-    which: Callable[[Model], bool] = lambda model: True, stages: Sequence[int] = range(4), first: int = 0
+    which: Callable[[Model], bool] = lambda model: True, stages: Sequence[int] = ALL_STAGES, first: int = 0
 ) -> list[Any]:
     """List these models, each at each stage. Every fourth model, from the `first` on, always runs: at stage 1 or 3."""
     results = []
@@ -69,7 +69,7 @@ def test_the_error_of_a_model_that_vmap_cannot_run_advises_lockstep(name):
 )
 def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
     first, *others = [
-        train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP) for stage in either((0, 3), range(4))
+        train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP) for stage in either((0, 3), ALL_STAGES)
     ]
     for other in others:
         assert_same_training(other, first, MODELS[name].rtol)

@@ -11,7 +11,7 @@ from accelerate.utils import AutocastKwargs, DDPCommunicationHookType, Distribut
 
 from fzero.plugs import accelerate as plug
 from tests.distributed.launch import world
-from tests.helpers import either
+from tests.helpers import ALL_STAGES, either
 from tests.plugs.accelerate_helpers import assert_alike, loss_of, make, with_accelerate, with_fzero
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,7 +29,7 @@ class Unknown(torch.optim.SGD):
 
 
 QUICK = [(3, "fx"), (1, None)]
-OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if (stage, backend) not in QUICK]
+OTHERS = [(stage, backend) for stage in ALL_STAGES for backend in ("fx", None) if (stage, backend) not in QUICK]
 
 
 @pytest.mark.parametrize("stage,backend", [*QUICK, *[pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS]])

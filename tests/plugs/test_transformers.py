@@ -12,7 +12,7 @@ import fzero
 from fzero.plugs import transformers as plug
 from fzero.plugs._param_groups import _OPTIMIZERS
 from tests.distributed.launch import torchrun, world
-from tests.helpers import cases, either
+from tests.helpers import ALL_STAGES, cases, either
 from tests.plugs.helpers import documents, llama, logged, make_trainer, weights
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def assert_trains_alike(tmp_path: Any, stage: int = 3, backend: Any = "fx", atol
 
 
 QUICK = [(3, "fx"), (1, None)]
-OTHERS = [(stage, backend) for stage in range(4) for backend in ("fx", None) if (stage, backend) not in QUICK]
+OTHERS = [(stage, backend) for stage in ALL_STAGES for backend in ("fx", None) if (stage, backend) not in QUICK]
 
 
 @pytest.mark.parametrize("stage,backend", [*QUICK, *[pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS]])

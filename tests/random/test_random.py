@@ -422,7 +422,7 @@ MESHES = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2})
 )
 def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
     opt, key, results = optim.adam(1e-2), random.key(1), []
-    for stage in either((0, 3), range(4)):
+    for stage in either((0, 3), ALL_STAGES):
         for simulate in ("vmap", "lockstep"):
             mesh = fzero.mesh(simulate=simulate, **axes)
             step = fzero.shard(keyed_step(opt, micro_batches=k), stage=stage, mesh=mesh, axis="dp")
@@ -446,7 +446,7 @@ def test_all_stages_and_simulations_drop_the_same(axes, k, untouched):
 @pytest.mark.slow
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_parameters_are_made_by_key(simulate, untouched):
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = fzero.shard(keyed_step(optim.sgd(0.1)), stage=stage, mesh=fzero.mesh(dp=3, simulate=simulate))
         params, _ = step.init(lambda: made_by(random.key(2)), optim.sgd(0.1))
         assert_trees_close(step.gather(params), made_by(random.key(2)), rtol=0)

@@ -59,7 +59,7 @@ def check(train_step: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, **
 
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize(
-    "stage,simulate", cases([(1, "lockstep"), (3, "vmap")], itertools.product(range(4), ("vmap", "lockstep")))
+    "stage,simulate", cases([(1, "lockstep"), (3, "vmap")], itertools.product(ALL_STAGES, ("vmap", "lockstep")))
 )
 def test_the_vjp_of_sharded_gradients_equals_the_unsharded_one(options, stage, simulate):
     check(pulled_back(**OPTIONS[options]), fzero.mesh(dp=3, simulate=simulate), stage)

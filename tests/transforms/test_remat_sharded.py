@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
-from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.transforms.helpers import SAVES
 
 
@@ -55,7 +55,7 @@ def test_a_sharded_step_with_remat_equals_unsharded(sim, stage, n, k, whole, sav
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stage,whole", cases([(0, True), (2, True), (3, False)], itertools.product(range(4), (True, False)))
+    "stage,whole", cases([(0, True), (2, True), (3, False)], itertools.product(ALL_STAGES, (True, False)))
 )
 def test_a_jitted_step_with_remat_equals_the_eager_one(stage, whole):
     mesh, opt, batch = fzero.mesh(dp=2), optim.adam(1e-2), mlp_batch(8)
@@ -69,7 +69,7 @@ def test_a_jitted_step_with_remat_equals_the_eager_one(stage, whole):
 @pytest.mark.parametrize("sim", ("vmap", "lockstep"))
 def test_a_unit_is_gathered_once_in_each_pass(sim):
     opt, batch = optim.sgd(0.1), mlp_batch(4)
-    for stage in range(4):
+    for stage in ALL_STAGES:
         mesh = fzero.mesh(dp=2, simulate=sim)
         step = fzero.shard(train_step_for(remat_loss(None), opt, gather=False), stage=stage, mesh=mesh)
         state = step.init(mlp_params(), opt)

@@ -13,7 +13,7 @@ import fzero
 from fzero import PerRank, optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees
 from tests.collectives.helpers import COLLECTIVES, simulations, stacked
-from tests.helpers import cases, either, examples, train_step_for
+from tests.helpers import ALL_STAGES, cases, either, examples, train_step_for
 from tests.zero.helpers import ARRANGEMENTS, along, loss_of_tree, parallel_loss, parallel_params, parts
 
 SHAPES = [
@@ -220,7 +220,7 @@ SOME = ("hybrid", "tensor parallel", "experts over dp, the rest over both", "all
 AT = [*zip(SOME, (3, 2, 1, 0), strict=True)]
 
 
-@pytest.mark.parametrize("name,stage", cases(AT, itertools.product(SOME, range(4))))
+@pytest.mark.parametrize("name,stage", cases(AT, itertools.product(SOME, ALL_STAGES)))
 def test_bytes_and_elements_on_several_axes_follow_the_formulas(name, stage):
     """What a rank holds and moves, by the formulas of each unit's own ranks; the same in both simulations."""
     axes, options = ARRANGEMENTS[name]

@@ -15,7 +15,7 @@ import fzero
 from fzero import optim, tree
 from fzero.graph._one_rank import planned_mesh
 from fzero.testing import assert_trees_close, stages, trees
-from tests.helpers import cases, either, examples
+from tests.helpers import ALL_STAGES, cases, either, examples
 from tests.memory import peak_bytes
 from tests.zero.helpers import ARRANGEMENTS, parallel_params
 
@@ -143,7 +143,7 @@ def test_split_rules_see_each_full_leaf_of_an_init_function():
     split = lambda path, leaf: {"tp": 0} if leaf.ndim == 2 else None  # noqa: E731
     init = lambda: {"u": [{"v": torch.ones(4, 8), "w": torch.ones(4, 4), "x": torch.ones(5)}]}  # noqa: E731
     options = {"axis": ("a", "b"), "over": over, "split": split}
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = step_on(stage, "vmap", options, a=2, b=2, tp=2)
         one, other = step.init(init, optim.adam(0.1)), step.init(init(), optim.adam(0.1))
         assert tree.flatten(one)[1] == tree.flatten(other)[1]
@@ -195,7 +195,7 @@ def test_a_module_on_the_meta_device_fills_itself():
         module = Model()
     values = []
     for axes in either(MESHES[1::2], MESHES):
-        for stage in either((3,), range(4)):
+        for stage in either((3,), ALL_STAGES):
             torch.manual_seed(0)
             step = step_on(stage, **axes)
             values.append(step.gather(step.init(module, optim.sgd(0.1))[0]))

@@ -26,7 +26,7 @@ def parameters() -> dict[str, torch.Tensor]:
 
 
 SOME = [(0, "lockstep"), (1, "vmap"), (3, "lockstep")]
-REST = [(stage, s) for stage in range(4) for s in ("vmap", "lockstep") if (stage, s) not in SOME]
+REST = [(stage, s) for stage in ALL_STAGES for s in ("vmap", "lockstep") if (stage, s) not in SOME]
 
 
 @pytest.mark.parametrize("stage,simulate", [*SOME, *[pytest.param(*x, marks=pytest.mark.slow) for x in REST]])

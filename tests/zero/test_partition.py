@@ -120,7 +120,7 @@ def test_partition_copies_per_rank_values():
 
 
 def test_state_bytes_needs_no_step():
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = fzero.shard(lambda p, s: (p, s), stage, fzero.mesh(dp=4))
         with torch.device("meta"):
             abstract = {"w": torch.zeros(100)}

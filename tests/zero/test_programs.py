@@ -182,7 +182,7 @@ def test_a_step_may_gather_its_parameters_itself_and_take_keywords(stage):
 
 def test_a_step_does_not_change_its_arguments():
     opt = optim.adam(0.1)
-    for stage in range(4):
+    for stage in ALL_STAGES:
 
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
             loss, grads = fzero.value_and_grad(mlp_loss, micro_batches=2)(params, batch)
@@ -208,7 +208,7 @@ def test_dropout_differs_by_rank_and_runs_at_every_stage():
         return *fzero.transforms.step(opt)(params, grads, opt_state), value, fzero.PerRank(dropped)
 
     mesh = fzero.mesh(dp=2)
-    for stage in range(4):
+    for stage in ALL_STAGES:
         torch.manual_seed(0)
         step = fzero.shard(train_step, stage=stage, mesh=mesh)
         *_, dropped = step(*step.init({"w": torch.ones(3)}, opt), mesh.split(BATCHES[0]))

@@ -12,7 +12,7 @@ import fzero
 from fzero import optim
 from fzero.parallel.schedules import NAMES
 from fzero.testing import assert_trees_close
-from tests.helpers import cases, either, examples
+from tests.helpers import ALL_STAGES, cases, either, examples
 from tests.parallel.pipeline.model import (
     WIDTH,
     batch_of,
@@ -370,7 +370,7 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
 def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
     """Along the axes of data, at every stage of ZeRO; and by each action where parameters are gathered there."""
     params = params_of(4)
-    for stage in either((1, 3), range(4)):
+    for stage in either((1, 3), ALL_STAGES):
         counts = []
         for micro_batches in either((2, 4), (2, 8)):
             loss = loss_of(micro_batches)

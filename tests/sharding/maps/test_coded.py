@@ -183,7 +183,7 @@ def test_the_sum_of_the_largest_codes_is_exact(codec, n):
     """At stage 0 sums of integer codes are sent in as few bytes as hold them."""
     params = {"w": torch.zeros(20)}
     batch = [torch.full((n, 20), codec.code_kind.largest) * torch.tensor([1.0, -1.0]).repeat(10)]
-    for stage in range(4):
+    for stage in ALL_STAGES:
         precision = fzero.Precision(torch.float32, reduce=codec)
         options: Any = {"loss": products, "reduce": "sum"}
         new, _ = trained(precision, params, stage, fzero.mesh(dp=n), batch, **options)
@@ -211,7 +211,7 @@ def test_units_over_two_axes_have_the_numbers_of_one_axis(simulate):
         settings: Any = {kind: INT8}
         precision = fzero.Precision(torch.float32, **settings)
         options: Any = {"loss": products, "reduce": "sum"}
-        for stage in either((0, 3), range(4)):
+        for stage in either((0, 3), ALL_STAGES):
             one, _ = trained(precision, params, stage, fzero.mesh(dp=4), batch, **options)
             mesh = fzero.mesh(simulate=simulate, replica=2, shard=2)
             two, _ = trained(precision, params, stage, mesh, batch, **options)
@@ -243,7 +243,7 @@ def test_parts_along_another_axis_are_summed_by_codes_at_every_stage(simulate):
 
     mesh = fzero.mesh(simulate=simulate, dp=2, ep=2)
     new = []
-    for stage in range(4):
+    for stage in ALL_STAGES:
         step = fzero.shard(
             step_of(OPT, loss, precision=precision, reduce="sum"),
             stage,
