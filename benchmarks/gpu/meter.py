@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._torch import wait_for_device
-from fzero._torch.watched import allocations
+from fzero._torch.cpu_allocator import allocations
 
 __all__ = ["MB", "Meter", "Peaks", "from_rank_0", "milliseconds"]
 

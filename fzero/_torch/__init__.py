@@ -31,11 +31,13 @@ from fzero._torch.compiler import (
     start_import,
     unpickle_graphs,
 )
+from fzero._torch.cpu_allocator import Allocations, allocations
 from fzero._torch.dcp import load_metadata
 from fzero._torch.decisions import FixedSizeError, decisions
 from fzero._torch.device_graph import DeviceGraph, can_record, copy_together, has_recordable_collectives
 from fzero._torch.flops import flop_formulas, with_query_heads
 from fzero._torch.foreach import apply_to_groups, can_group
+from fzero._torch.graphs import copy_nodes
 from fzero._torch.levels import (
     in_transform,
     is_old_function_error,
@@ -45,27 +47,17 @@ from fzero._torch.levels import (
     raise_priority,
     without_function_modes,
 )
-from fzero._torch.modules import (
-    Buffer,
-    buffers_of,
-    children_without_names,
-    in_buffers,
-    pytree,
-    register_box,
-    storage_id,
-    view_of,
-)
+from fzero._torch.memory import Buffer, buffers_of, count_holders, in_buffers, storage_id, view_of
 from fzero._torch.on_import import allow_in_graph, assume_constant_result, register_flop_formula
+from fzero._torch.process_groups import c10d, default_store, group_of
+from fzero._torch.pytrees import children_without_names, pytree, register_box
 from fzero._torch.recorder import OneNode
 from fzero._torch.scaled_mm import scaled_mm
-from fzero._torch.state import c10d, default_store, group_of
 from fzero._torch.tracing import (
     TRACING,
     DataDependentError,
     OpOverload,
     chunk_of,
-    copy_nodes,
-    count_holders,
     functionalize,
     in_chunk,
     is_backward,
@@ -80,7 +72,6 @@ from fzero._torch.tracing import (
     trace,
     user_line,
 )
-from fzero._torch.watched import Allocations, allocations
 from fzero._torch.workspace import matrix_workspace_bytes
 
 __all__ = [

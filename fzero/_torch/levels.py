@@ -38,8 +38,6 @@ __all__ = [
     "without_function_modes",
 ]
 
-# Private torch APIs about running traces, transforms and profilers, and about the order of autograd.
-
 
 class _Deciding(threading.local):
     on = False
@@ -131,7 +129,7 @@ def quiet_vmap_fallback() -> Iterator[None]:
             functorch._set_vmap_fallback_warning_enabled(True)
 
 
-# Private torch APIs about the levels of torch.func: the running transforms, and the tensors that they track.
+# The levels of torch.func: the running transforms, and the tensors that they track.
 
 
 def is_wrapped(x: torch.Tensor) -> bool:

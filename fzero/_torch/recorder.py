@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from fzero._torch.levels import is_deciding
-from fzero._torch.modules import storage_id
+from fzero._torch.memory import storage_id
 from fzero._torch.stand_ins import StandInCache, alias_of
 
 __all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "Stacks", "is_fzero_code", "is_user_code", "user_line"]

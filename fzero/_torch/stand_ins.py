@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from fzero._torch.modules import storage_id
+from fzero._torch.memory import storage_id
 
 __all__ = ["StandInCache", "alias_of"]
 

@@ -1,4 +1,4 @@
-"""Private torch APIs about the settings of a thread and of the process, and about process groups.
+"""Private torch APIs about the settings of a thread and of the process.
 
 A rank in lockstep starts with its caller's settings. Its changes apply to this rank alone, and end with it.
 They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/axes/test_lockstep_state.py` shows which.
@@ -15,36 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import overrides
 from torch.autograd import forward_ad
-from torch.distributed import distributed_c10d
 from torch.utils import _device, _python_dispatch
 
 __all__ = [
     "RankSettings",
-    "c10d",
-    "default_store",
-    "group_of",
     "load_forward_mode",
     "read_settings",
     "thread_state",
     "write_settings",
 ]
-
-# Private torch APIs about process groups: functional collectives, groups by name, the store of the world.
-#
-# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
-
-
-c10d: Any = torch.ops._c10d_functional
-"""The functional collectives: `all_reduce`, `all_gather_into_tensor`, `reduce_scatter_tensor`, `wait_tensor`."""
-
-group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-"""Returns the process group with a name; functional collectives take such names."""
-
-
-def default_store() -> torch.distributed.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Return the store that all processes of the world share."""
-    return distributed_c10d._get_default_store()
-
 
 # The settings of a thread, for ranks that are threads.
 

@@ -1,11 +1,9 @@
-"""Private torch APIs that record a step as a graph, copy a graph, and compile it.
+"""Private torch APIs that record a step as a graph.
 
 They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_torch.py` shows which.
 """
 
-import functools
 import logging
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,15 +19,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx import Graph, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module  # pyright: ignore[reportPrivateUsage]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.node import map_arg
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from fzero._torch.levels import unwrap
-from fzero._torch.modules import in_buffers, storage_id
+from fzero._torch.memory import in_buffers
 from fzero._torch.recorder import Recorder, is_user_code, user_line
 
 __all__ = [
@@ -37,8 +33,6 @@ __all__ = [
     "DataDependentError",
     "OpOverload",
     "chunk_of",
-    "copy_nodes",
-    "count_holders",
     "functionalize",
     "in_chunk",
     "is_backward",
@@ -54,43 +48,6 @@ __all__ = [
     "trace",
     "user_line",
 ]
-
-# Private torch APIs that copy a graph.
-#
-# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_graphs.py` shows which.
-
-
-def copy_nodes(order: Iterable[Node]) -> Graph:
-    """Copy nodes of one graph into a new graph, in this order and with their names.
-
-    It does the work of `Graph.node_copy` without its two slow parts: searching each node's arguments for symbolic
-    numbers, and searching for a free name.
-
-    Raises:
-        KeyError: if a node comes before one of its arguments.
-    """
-    graph = Graph()
-    copies = dict[Node, Node]()
-    names, table = graph._graph_namespace, graph._find_nodes_lookup_table
-    insert, find = graph._insert, copies.__getitem__
-    node = None
-    for node in order:
-        args = map_arg(node.args, find)
-        kwargs = map_arg(node.kwargs, find) if node.kwargs else {}
-        copy = Node(graph, node.name, node.op, node.target, args, kwargs, node.type)  # pyright: ignore[reportArgumentType]
-        copy.meta.update(node.meta)
-        insert(copy)
-        table.insert(copy)
-        copies[node] = copy
-    if node is not None:
-        names._base_count.update(node.graph._graph_namespace._base_count)
-    names._obj_to_name.update({copy: copy.name for copy in copies.values()})
-    names._used_names.update(names._obj_to_name.values())
-    graph._len = len(copies)
-    return graph
-
-
-# Private torch APIs that record a step as a graph.
 
 
 class _Assignments(TorchFunctionMode):
@@ -306,35 +263,3 @@ class _WithConstants(torch.fx.Interpreter):
 def is_stand_in(x: Any) -> bool:
     """Return whether a value is a stand-in without memory, or a transform's tensor around one."""
     return isinstance(unwrap(x) if isinstance(x, torch.Tensor) else x, FakeTensor)
-
-
-def count_holders(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Count the holders of each tensor's memory: tensors (with itself), autograd graphs, and DLPack capsules.
-
-    The base of a view does not count if only the view keeps it alive.
-    """
-    return [_holders(x) for x in tensors]
-
-
-def _holders(x: torch.Tensor) -> int:
-    users = torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # without the storage object of this call
-    count = users + x._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]  # without the tensor's object
-    return count - 1 if count > 1 and _keeps_base(x, users) else count
-
-
-def _keeps_base(x: torch.Tensor, users: int) -> bool:
-    """Return whether a tensor is a view, and only views keep its base, of the same memory, alive."""
-    base = x._base if x._is_view() else None
-    if base is None or storage_id(base) != storage_id(x):
-        return False
-    max_views = users - 1  # each view holds the base, and so does the base's own object
-    uses = base._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-    return uses <= max_views + 1 and sys.getrefcount(base) <= _references_alone()
-
-
-@functools.cache
-def _references_alone() -> int:
-    """Count the references to a base's object that only a view holds. The number differs between versions of torch."""
-    view = torch.empty(2, device="cpu")[:1]
-    base = view._base
-    return sys.getrefcount(base)

@@ -1,4 +1,4 @@
-"""Private torch APIs that watch operations as they run, with real values, and the memory that they allocate.
+"""Private torch APIs that watch operations as they run, with real values.
 
 They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_watched.py` shows which.
 """
@@ -12,74 +12,19 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fzero._torch.levels import profiling
 from fzero._torch.recorder import is_user_code
 
 __all__ = [
-    "Allocations",
-    "Memory",
     "WatchedOperation",
-    "allocations",
     "current_call_site",
-    "is_real",
-    "memory_of",
     "record_node_lines",
     "watch_operations",
     "without_watchers",
 ]
-
-# Private torch APIs that follow the CPU's allocator.
-#
-# They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_allocations.py` shows which.
-
-
-class Allocations:
-    """The memory that code allocated on the CPU: `peak` is the largest increase over the start, in bytes.
-
-    `peak` is None while the code runs, and if the user's profiler was on.
-    """
-
-    peak: int | None = None
-
-
-@contextmanager
-def allocations() -> Iterator[Allocations]:
-    """Follow the allocations of this thread, and of the threads that torch starts for it. Other threads do not count.
-
-    It uses the profiler from before Kineto, which records the same events, and logs nothing.
-    """
-    record = Allocations()
-    if profiling():
-        yield record
-        return
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    config: Any = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    autograd._enable_profiler_legacy(config)
-    try:
-        yield record
-    finally:
-        threads = autograd._disable_profiler_legacy()
-    record.peak = _peak(threads)
-
-
-def _peak(threads: list[list[Any]]) -> int:
-    """Return the peak of the allocated bytes, from the events of all threads in the order of their times."""
-    events = [e for thread in threads for e in thread]
-    start = next(e for e in events if e.name() == "__start_profile")
-    memory = [e for e in events if e.kind() == "memory_alloc"]
-    live = peak = 0
-    for event in sorted(memory, key=start.cpu_elapsed_us):
-        live += event.cpu_memory_usage()
-        peak = max(peak, live)
-    return peak
-
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = os.sep + "site-packages" + os.sep
@@ -170,7 +115,7 @@ def record_node_lines() -> Iterator[None]:
         torch.set_anomaly_enabled(*before)
 
 
-# Lines.
+# Where an operation runs: the user's line, and the node of autograd.
 
 
 class _CallSite(NamedTuple):
@@ -236,40 +181,3 @@ def _line_of(node: Any) -> str:
         if match is not None and _is_user_file(match[1]):
             return f"{match[1]}:{match[2]}"
     return ""
-
-
-# Memory.
-
-
-class Memory(NamedTuple):
-    """The memory of a tensor: a range of bytes of a storage. No other storage gets its number while this exists.
-
-    Attributes:
-        storage: the number of the storage.
-        first: the first byte.
-        stop: the byte after the last.
-        reference: a weak reference to the storage, which does not keep the data alive.
-    """
-
-    storage: int
-    first: int
-    stop: int
-    reference: StorageWeakRef
-
-    @property
-    def is_freed(self) -> bool:
-        """Whether the storage was freed."""
-        return self.reference.expired()
-
-
-def memory_of(x: torch.Tensor) -> Memory:
-    """Return the memory of a tensor. The tensor must have memory, see `is_real`."""
-    storage, size = x.untyped_storage(), x.element_size()
-    first = int(x.storage_offset())
-    last = first + sum([int(n - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True)])
-    return Memory(storage._cdata, first * size, (last + 1) * size, StorageWeakRef(storage))
-
-
-def is_real(x: torch.Tensor) -> bool:
-    """Return whether a tensor is strided and holds at least one value in memory."""
-    return not isinstance(x, FakeTensor) and not x.is_meta and x.layout is torch.strided and x.numel() > 0

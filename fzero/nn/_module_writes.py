@@ -17,7 +17,8 @@ import torch
 
 from fzero._notice import trouble_link, warn_once
 from fzero._torch.levels import is_differentiated
-from fzero._torch.modules import attributes, version_of
+from fzero._torch.memory import version_of
+from fzero._torch.modules import attributes
 
 __all__ = [
     "LeftoverCheck",

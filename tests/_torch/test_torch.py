@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from fzero import _torch
-from fzero._torch import levels, modules
+from fzero._torch import levels, memory, modules
 from fzero.graph.ir import graph_results
 
 
@@ -420,11 +420,11 @@ def test_a_modules_own_attributes_and_statistics_are_listed():
 
 def test_a_write_changes_the_version_of_a_tensor():
     x = torch.ones(2)
-    before = modules.version_of(x)
+    before = memory.version_of(x)
     x.add_(1)
-    assert modules.version_of(x) != before
+    assert memory.version_of(x) != before
     with torch.inference_mode():
-        assert modules.version_of(torch.ones(2)) is None
+        assert memory.version_of(torch.ones(2)) is None
 
 
 def test_the_version_key_tells_new_memory_at_an_old_address():

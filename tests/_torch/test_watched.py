@@ -5,12 +5,11 @@ from typing import Any
 import torch
 
 from fzero._torch import watched
+from fzero._torch.memory import is_real, memory_of
 from fzero._torch.watched import (
     WatchedOperation,
     _CallSite,
     current_call_site,
-    is_real,
-    memory_of,
     record_node_lines,
     watch_operations,
     without_watchers,

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
 
 import fzero
-from fzero._torch.state import settings, write_settings
+from fzero._torch.state import read_settings, write_settings
 from fzero.axes._lockstep_run import process_threads
 from tests.helpers import either
 
@@ -74,7 +74,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
 def state() -> dict[str, Any]:
     """All that is switched where this is called."""
     return {
-        **settings(),
+        **read_settings(),
         "default dtype of new tensors": torch.tensor(1.0).dtype,
         "device": (torch.get_default_device(), torch.empty(0).device),
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -97,7 +97,7 @@ BASE = state()
 @pytest.fixture(autouse=True)
 def no_state_is_left():
     """A test that fails leaves the next one a clean process."""
-    result = settings()
+    result = read_settings()
     yield
     write_settings(result)
 

@@ -5,7 +5,7 @@ from tests.mutants.mutant import DONATION, IN_PLACE, JIT, LENGTHS, Fault, File
 
 RECORDER = ("tests/_torch/test_recorder.py",)
 GRAPHS = ("tests/_torch/test_graphs.py",)
-BUFFERS = ("tests/_torch/test_buffers.py",)
+BUFFERS = ("tests/_torch/test_memory.py",)
 COMPILE = ("tests/graph/test_compile.py",)
 PLAN = ("tests/graph/test_plan.py",)
 DECISIONS = ("tests/_torch/test_decisions.py",)
@@ -29,11 +29,15 @@ MUTANTS = [
         Fault(
             "`.data =` with other memory is not refused", "_Assignments.__torch_function__", never("A == B"), IN_PLACE
         ),
-        Fault("a copied graph may use a name twice", "copy_nodes", skipped("A._used_names.update(B)"), GRAPHS),
+        Fault("anomaly mode stays on during a trace", "trace", becomes("False", "torch.is_anomaly_enabled()"), JIT),
+    ),
+    *File("_torch/graphs.py", GRAPHS).faults(
+        Fault("a copied graph may use a name twice", "copy_nodes", skipped("A._used_names.update(B)")),
+    ),
+    *File("_torch/memory.py", DONATION).faults(
         Fault("a reference from C++ to a tensor is not counted", "_holders", bare("A + B._use_count() - 1")),
         Fault("a view's base that Python holds is not seen", "_keeps_base", dropped("sys.getrefcount(A) <= B()")),
         Fault("a view's base that autograd holds is not seen", "_keeps_base", dropped("A <= B + 1")),
-        Fault("anomaly mode stays on during a trace", "trace", becomes("False", "torch.is_anomaly_enabled()"), JIT),
     ),
     *File("_torch/stand_ins.py", ("tests/_torch/test_stand_ins.py",)).faults(
         Fault("1 and True share a cache entry of stand-ins", "_key", becomes("return A, B", "return B", at="2 of 2")),
@@ -51,12 +55,12 @@ MUTANTS = [
             "an alias of a stand-in is on the meta device", "alias_of", becomes("A.fake_device", "torch.device('meta')")
         ),
         Fault(
-            "a function runs anew for stand-ins of known forms",
+            "a function runs anew for stand-ins of known metadata",
             "StandInCache.call",
             becomes("isinstance(A, B) and C", "not isinstance(A, B) or C"),
         ),
         Fault(
-            "forms of stand-ins are shared by default dtypes",
+            "metadata of stand-ins is shared by default dtypes",
             "StandInCache.call",
             becomes("_SHARED[A]", "_SHARED[torch.float32]"),
         ),
@@ -86,7 +90,7 @@ MUTANTS = [
             PLAN,
         ),
     ),
-    *File("_torch/modules.py", BUFFERS).faults(
+    *File("_torch/memory.py", BUFFERS).faults(
         Fault("leaves with a gap between them count as a buffer", "_buffer", never("A[B].storage_offset() != C")),
         Fault("leaves that do not fill their storage count as a buffer", "_buffer", always("fills")),
         Fault("transposed leaves count as a buffer", "_buffer", dropped("A[B].is_contiguous()")),

@@ -363,7 +363,7 @@ MUTANTS = [
             skipped("A.reset_peak_memory_stats(self.B)"),
         ),
     ),
-    *File("_torch/watched.py", ALLOCATIONS).faults(
+    *File("_torch/cpu_allocator.py", ALLOCATIONS).faults(
         Fault(
             "freed memory is not subtracted", "_peak", becomes("A.cpu_memory_usage()", "max(A.cpu_memory_usage(), 0)")
         ),
