@@ -65,9 +65,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-# Output.
-
-
 def _print(table: Table) -> None:
     """Print a table as wide as the terminal, or in its full width to a file."""
     console = Console(highlight=False)
@@ -101,9 +98,6 @@ def _mesh(manifest: Manifest) -> str:
 
 def _date(manifest: Manifest) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.timestamp))
-
-
-# The commands.
 
 
 def _steps(path: str) -> list[int]:

@@ -197,9 +197,6 @@ def _differs(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours:
     return f"leaf {path!r} is {theirs} there, and {ours} here"
 
 
-# Reading.
-
-
 class ReadRequest(NamedTuple):
     """A range of bytes of a file, and the range of a tensor that they are read into."""
 

@@ -48,9 +48,6 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
     return PendingMessages(works, lambda: x)
 
 
-# As linear maps.
-
-
 # messages of rank programs that may not be sent yet, by process group
 _OUTGOING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
 _MAX_OUTGOING = 64  # with more messages, wait for the oldest

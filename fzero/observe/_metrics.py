@@ -20,8 +20,6 @@ from fzero.tree import Tree
 
 __all__ = ["MetricsLog", "Rows", "jsonl", "log", "progress", "tensorboard"]
 
-# The log keeps metrics on their device, and waits for it once in n steps.
-
 
 Rows = Sequence[tuple[int, dict[str, float]]]
 """The argument of a writer: the number and the metrics of each step since its last call."""

@@ -139,9 +139,6 @@ def _product_of_factors(
     return numbers[row] * numbers[column]
 
 
-# The vector of sums.
-
-
 class _LeafRange(NamedTuple):
     """The range of a leaf in its unit, and the indices of its sums in the unit's vector of sums.
 

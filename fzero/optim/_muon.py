@@ -300,9 +300,6 @@ def _scale(name: str | None, leaf: torch.Tensor) -> float:
     return _SCALES[name](*leaf.shape[-2:]) if leaf.numel() else 0.0
 
 
-# The mask.
-
-
 def _mask(params: Params, mask: Mask | None) -> Tree:
     """Return a tree of bools: whether each full leaf is Muon's."""
     if mask is None:

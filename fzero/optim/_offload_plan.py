@@ -225,9 +225,6 @@ class OffloadPlan:
         return self._spec_id_in_pieces(with_host_share(x.spec_id, 0))
 
 
-# The share of each unit.
-
-
 def _with_share(spec_id: int, share: Fraction) -> int:
     return with_host_share(spec_id, share.numerator, share.denominator) if share else spec_id
 

@@ -70,9 +70,6 @@ def sgd(learning_rate: Scalar | Schedule, momentum: Scalar = 0.0, nesterov: bool
     return Optimizer(init, update, exact_on_shards=True)
 
 
-# Adagrad.
-
-
 class AdagradState(NamedTuple):
     """The number of updates (int64, 0-d), and the sums of squared gradients, a tree like the parameters."""
 
@@ -125,9 +122,6 @@ def adagrad(
         return tree.map(direction, grads, sums), AdagradState(state.count + 1, sums)
 
     return Optimizer(init, update, exact_on_shards=True)
-
-
-# Lion.
 
 
 class LionState(NamedTuple):

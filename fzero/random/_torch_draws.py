@@ -41,9 +41,6 @@ __all__ = [
 _Draw = Callable[[], torch.Tensor]
 
 
-# New tensors.
-
-
 def _dtype_or_default(dtype: torch.dtype | None) -> torch.dtype:
     return torch.get_default_dtype() if dtype is None else dtype
 
@@ -129,9 +126,6 @@ def normal(draw: _Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any
         return mean + std * factory_of(_draws.normal)(draw, size, **options)
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     return mean + std * _draws.normal(draw(), shape, tensors[0].dtype, tensors[0].device)
-
-
-# In place.
 
 
 def uniform_(draw: _Draw, x: torch.Tensor, *args: float, **options: Any) -> torch.Tensor:

@@ -266,9 +266,6 @@ def _difference(x: Any, y: Any) -> str:
     return shown if x.numel() == 1 else f"{shown} at element {i}"
 
 
-# Arguments.
-
-
 def _flatten_arguments(call: Any, mesh: "Mesh") -> tuple[list[Any], list[_Names], Any]:
     """Flatten the arguments of a simulation, and check that values that differ by rank are stacked over the ranks."""
     paths, leaves, structure = tree.flatten_with_paths(call)

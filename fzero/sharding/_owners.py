@@ -152,9 +152,6 @@ def assignment_of(assignment_id: int) -> OwnerAssignment:
     return _ASSIGNMENTS.value(assignment_id)
 
 
-# What one rank does.
-
-
 def _concatenate(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
     """Concatenate tensors along the last dimension, and pad the result with zeros up to a size."""
     padding = size - sum(x.shape[-1] for x in parts)

@@ -46,8 +46,6 @@ from fzero.transforms._remat_tape import OperationLog, RandomTape, SaveFilter, T
 
 __all__ = ["remat"]
 
-# Offload: with save="host" a block's saved inputs lie in host memory until its backward pass.
-
 
 _Devices = dict[int, torch.device]
 """The indices of offloaded tensors, and the devices that they come from."""

@@ -29,7 +29,7 @@ __all__ = [
     "summarize",
 ]
 
-# One rank's plan of a configuration, as a few numbers. Each number is linear in the depth, so it is extrapolated.
+# Each number of a row is linear in the depth, so it is extrapolated.
 
 
 _SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor

@@ -77,9 +77,6 @@ def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int)
     return results
 
 
-# The rules.
-
-
 def _with_unit_batch(config: Configuration) -> Configuration:
     """Return a configuration with its batch fields set to 1, for comparison of the rest."""
     return replace(config, micro_batch=1, accumulation=1)
@@ -189,9 +186,6 @@ _RULES = (
     _ConfigurationRule("then accumulation up to the global batch", _accumulation),
     _ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
 )
-
-
-# Reasons.
 
 
 def _reason(best: TableRow, choice: TableRow) -> str:

@@ -20,9 +20,6 @@ from fzero.tree import Tree
 __all__ = ["check_host_memory", "state_bytes"]
 
 
-# state_bytes: the bytes of a tree that one rank holds.
-
-
 @api_boundary
 def state_bytes(values: Tree, mesh: Mesh, space: str | None = None) -> int:
     """Count the bytes that one rank of a mesh holds of a tree, in any layout; tied leaves count once.

@@ -31,8 +31,6 @@ __all__ = [
     "is_like",
 ]
 
-# Checks of arguments and results. Each message names the bad input.
-
 
 def _is_sharded(values: Any) -> bool:
     """Return whether a tree holds units that are sharded over some axis."""

@@ -304,9 +304,6 @@ def _(x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], secon
     return _stand_in_like(x, x.dtype)
 
 
-# Under vmap.
-
-
 def _mapped_first(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     return x if dim is None else x.movedim(dim, 0)
 

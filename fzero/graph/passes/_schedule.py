@@ -116,9 +116,6 @@ def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Nod
     return at + 1
 
 
-# host_last: all the device's work is launched before the host computes.
-
-
 def _move_host_last(graph: Graph) -> Graph:
     """Move the host's computations, and the nodes that wait for them, to the end of a scheduled graph.
 

@@ -120,9 +120,6 @@ class _Auto:
         self.fast = run_segments(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
 
 
-# Backends: four ways to run a scheduled graph, each in exactly its order.
-
-
 class LoweringOptions(NamedTuple):
     """The requirements of an executable.
 

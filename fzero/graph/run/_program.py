@@ -28,7 +28,7 @@ from fzero.graph.run._segment import Segment, make_segment
 
 __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
 
-# Program: a scheduled graph as instructions over numbered registers, for the backends that compile segments.
+# A program is made in four steps.
 #
 # 1. Split the graph into subgraphs (`_subgraphs`).
 # 2. Find the values that each subgraph passes to later subgraphs. They are full buffers: each subgraph that uses a view

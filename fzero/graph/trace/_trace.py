@@ -76,9 +76,6 @@ def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.promote_types(wide, narrow) == wide and wide != narrow
 
 
-# trace: a function of tensors as one flat, functional graph.
-
-
 _LARGE = 1 << 20  # bytes; larger captured tensors cause a warning
 
 

@@ -12,8 +12,6 @@ from fzero._torch import allow_in_graph, register_flop_formula
 
 __all__ = ["grouped_mm", "grouped_outer", "reads_offsets_on_host"]
 
-# The operations.
-
 
 @torch.library.custom_op("fzero::grouped_mm", mutates_args=())
 def _mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
@@ -81,9 +79,6 @@ def _count_flops(
 ) -> int:
     """Count the multiplications and additions for the expected rows: the other rows take no time."""
     return 2 * expected_rows * x[1] * y[-1]
-
-
-# Derivatives and vmap.
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -27,8 +27,6 @@ __all__ = [
     "map_blocks",
 ]
 
-# Checks of arguments: counts, schedules, blocks of equal structure, and a batch that all ranks share.
-
 
 def check_arguments(functions: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
     """Check the arguments of `fzero.pipeline` that are functions, and those that are counts, by name.

@@ -60,9 +60,6 @@ class ParamSplit(NamedTuple):
         return x.flatten(self.dim, self.dim + 1) if self.packed > 1 else x
 
 
-# Styles.
-
-
 @dataclass(frozen=True)
 class ColumnParallel:
     """A linear layer of which each rank computes some columns of the output."""

@@ -57,9 +57,6 @@ def blocks_of_leaf(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return (torch.cat([flat, flat.new_zeros(padding)]) if padding else flat).view(-1, _BLOCK)
 
 
-# The unit of the numbers.
-
-
 @assume_constant_result
 def block_spec(spec_id: int, by_element: tuple[bool, ...]) -> int:
     """Return the spec_id of the unit of the blocks' numbers.
@@ -98,9 +95,6 @@ def _part_shape(spec: Spec, index: int) -> tuple[int, ...]:
             )
         shape[dim] //= s.size
     return (*part[:lead], *shape)
-
-
-# The blocks of a shard.
 
 
 class BlockMap(NamedTuple):

@@ -240,9 +240,6 @@ def _make_unit(
     return _FullUnit(spec_id, parts, positions[0])
 
 
-# In a sharded tree.
-
-
 class ShardedUnit(NamedTuple):
     """A unit of a sharded tree.
 
