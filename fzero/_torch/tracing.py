@@ -106,7 +106,7 @@ def stand_ins_like(
     def empty(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=x.dtype, device="cpu" if x.is_meta else x.device)
 
-    with _mode_of([] if beside is None else [beside]) if mode is None else mode:
+    with mode or _mode_of([] if beside is None else [beside]):
         return in_buffers(tensors, empty)
 
 

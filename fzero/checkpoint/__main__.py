@@ -155,7 +155,9 @@ def _ls_one(files: Files, limit: int | None) -> None:
     rows = []
     for path, i in layout.leaf_index.items():
         leaf = layout.leaves[i]
-        note = f"is {layout.ties[path]}" if path in layout.ties else "differs by rank" if leaf.per_rank else ""
+        note = "differs by rank" if leaf.per_rank else ""
+        if path in layout.ties:
+            note = f"is {layout.ties[path]}"
         rows.append((path, str(leaf.dtype).removeprefix("torch."), str(list(leaf.shape)), f"{leaf.nbytes:,}", note))
     rows += [(path, "value", "", "", repr(value)[:80]) for path, value in layout.values.items()]
     rows.sort()

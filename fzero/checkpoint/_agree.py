@@ -41,7 +41,9 @@ def all_or_none(task: str, run: Callable[[], _T], mesh: Mesh | None) -> _T:
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4), or None")
     result, error = _try(run)
     if mesh is not None and mesh.distributed:
-        kind = 0 if error is None else 1 if isinstance(error, DamagedError) else 2
+        kind = 0
+        if error is not None:
+            kind = 1 if isinstance(error, DamagedError) else 2
         kinds = [kind for (kind,) in all_gather_numbers(torch.tensor([kind], device="cpu"), mesh)]
         if any(kinds):
             _raise_together(task, error, kinds, mesh)

@@ -336,4 +336,6 @@ def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
         if at < stop and start < end:
             names.append(repr(leaf.path))
         at = end
-    return f"; they hold {', '.join(names[:3])}{' and others' if names[3:] else ''}" if names else ""
+    if not names:
+        return ""
+    return f"; they hold {', '.join(names[:3])}{' and others' if names[3:] else ''}"

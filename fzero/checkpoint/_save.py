@@ -62,7 +62,9 @@ class SaveHandle:
             self._thread.start()  # not a daemon, so that the interpreter waits for it at exit
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "committed" if self._error is None else "failed"
+        state = "under way"
+        if self.done():
+            state = "committed" if self._error is None else "failed"
         return f"SaveHandle({self.path!r}, {state})"
 
     def _run_guarded(self, run: Callable[[], None]) -> None:

@@ -85,8 +85,11 @@ def batch_plan(
 
 def _data_axes(mesh: Mesh, axis: AxisName, model_axes: AxisName) -> list[str]:
     """List the axes whose ranks have different batches."""
-    names, shared = mesh.names(axis), ["pp", *(["tp"] if axis is None else [])]
-    shared = shared if model_axes is None else [] if model_axes == () else list(mesh.names(model_axes))
+    names = mesh.names(axis)
+    if model_axes is None:
+        shared = ("pp", "tp") if axis is None else ("pp",)
+    else:
+        shared = mesh.names(model_axes) if model_axes != () else ()
     if len(set(names)) != len(names):
         raise ValueError(f"axis={axis!r}: expected each axis once")
     data_axes = [name for name in names if name not in shared]

@@ -284,7 +284,9 @@ def _check_arguments(train: Any, numbers: Mapping[str, Any], axes: Mapping[str, 
 
 def _axis_tuple(axis: AxisName) -> tuple[str, ...]:
     """Return the names of axes as a tuple; none for None."""
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _batch_plan(mesh: Mesh, data_axes: tuple[str, ...], global_batch: int, micro_batch: int | None) -> BatchPlan:

@@ -42,8 +42,8 @@ def choose_shape(alive: int, request: ShapeRequest) -> dict[str, int]:
         RuntimeError: if no mesh is possible. The message says what is missing.
     """
     fixed, elastic = request.fixed_ranks, request.elastic_axis
-    sizes = range(alive // fixed, 0, -1) if elastic is not None else [1] if fixed <= alive else []
-    for size in sizes:
+    largest = alive // fixed if elastic is not None else min(alive // fixed, 1)
+    for size in range(largest, 0, -1):
         shape = {name: size if name == elastic else n for name, n in request.axes.items()}
         shares = math.prod([shape[name] for name in request.data_axes])
         if request.global_batch % (shares * request.micro_batch) == 0 and size * fixed >= request.min_ranks:

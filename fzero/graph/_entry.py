@@ -347,8 +347,10 @@ def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> lis
     """Return labels of each distinct tensor for the plan: its path, kind, block and space."""
     kinds = dict.fromkeys([None, *range(len(args))], "inputs")
     for p, x in enumerate(args if step.param_argnums else ()):
-        has_per_rank = any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0])
-        kinds[p] = "parameters" if p in step.param_argnums else "inputs" if has_per_rank else "optimizer state"
+        if p in step.param_argnums:
+            kinds[p] = "parameters"
+        elif not any(isinstance(v, PerRank) for v in tree.flatten(x, is_box)[0]):
+            kinds[p] = "optimizer state"
     names = arguments.tensor_names
     return [
         {"label": str(name), "kind": kinds[name.arg_index], "block": block} | _space(name, x)

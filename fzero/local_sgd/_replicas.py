@@ -99,8 +99,9 @@ class ReplicaGroups:
             if self.mesh.simulated and self.over in names:
                 self._check_rows(value, names)
                 value = tree.map(lambda rows: self._row(rows, names, replica), value)
-            is_plain = self.over in names and not rest  # one value for all ranks of the replica
-            return value if is_plain else PerRank(value, None if rest == self.inner_axes else rest, x.split)
+            if self.over in names and not rest:  # one value for all ranks of the replica
+                return value
+            return PerRank(value, None if rest == self.inner_axes else rest, x.split)
 
         return tree.map(of_replica, values, is_leaf=is_box)
 

@@ -133,7 +133,9 @@ def functional(
     if context_axis is not None:
         install_context(copied, context_axis)
     check_remat("remat", remat)
-    blocks = remat_blocks(copied, None if remat is True else remat, mutable | scratch) if remat else ()
+    blocks = ()
+    if remat:
+        blocks = remat_blocks(copied, None if remat is True else remat, mutable | scratch)
     apply = Apply(
         module=copied,
         param_names=frozenset(params),

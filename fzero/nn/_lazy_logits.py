@@ -251,7 +251,9 @@ def _with_check(run: Callable[..., Any], model: str) -> Callable[..., Any]:
     @wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
-        values = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else [out]
+        values = out.values() if isinstance(out, Mapping) else out
+        if not isinstance(out, Mapping | tuple):
+            values = [out]
         if not any(isinstance(x, _LazyLogits) for x in values):
             raise ValueError(
                 f"chunked_loss=True: {model} returned {type(out).__name__} without the logits of its output embedding, "

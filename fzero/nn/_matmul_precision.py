@@ -71,16 +71,19 @@ class MatmulPrecision:
                     "weight.shape)"
                 )
         if not names:
-            usable = [path for path, w in weights.items() if _divides(w)]
-            advice = (
-                f"choose some of {usable}: fzero.nn.MatmulPrecision({self.kind!r}, layers=lambda path, weight: ...)"
-                if usable
-                else f"none of its linear layers, {list(weights)}, has sizes that are multiples of {SIZE_MULTIPLE}"
-                if weights
-                else "it has no linear layers; leave matmul_precision= out"
+            raise ValueError(
+                f"matmul_precision: no layer of {type(module).__name__} is chosen: {self._advice(weights)}"
             )
-            raise ValueError(f"matmul_precision: no layer of {type(module).__name__} is chosen: {advice}")
         return tuple(names)
+
+    def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """Return which layers can be chosen, for an error."""
+        usable = [path for path, w in weights.items() if _divides(w)]
+        if usable:
+            return f"choose some of {usable}: fzero.nn.MatmulPrecision({self.kind!r}, layers=lambda path, weight: ...)"
+        if weights:
+            return f"none of its linear layers, {list(weights)}, has sizes that are multiples of {SIZE_MULTIPLE}"
+        return "it has no linear layers; leave matmul_precision= out"
 
     def linears(self, module: torch.nn.Module) -> dict[str, _Linear]:
         """Return the function that replaces `torch.nn.functional.linear`, by the name of the layer."""

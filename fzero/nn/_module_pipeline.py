@@ -178,4 +178,6 @@ class _TensorSplit:
 
 
 def _as_tuple(split: SplitRules | None) -> tuple[Any, ...]:
-    return () if split is None else tuple(split) if isinstance(split, tuple | list) else (split,)
+    if split is None:
+        return ()
+    return tuple(split) if isinstance(split, tuple | list) else (split,)

@@ -114,7 +114,9 @@ def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) 
 def _label(text: str, share: float) -> str:
     """Return a text cut to a share of the width; "" if not even its beginning fits."""
     room = int(_LETTERS * share)
-    return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}" if room >= 4 else ""
+    if len(text) <= room:
+        return text
+    return text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}" if room >= 4 else ""
 
 
 def draw(name: str, spans: Sequence[Span]) -> Any:
@@ -129,8 +131,10 @@ def draw(name: str, spans: Sequence[Span]) -> Any:
     for bar in _bars(spans):
         if bar.seconds < _LEAST * total:
             continue
-        named = passes if bar.row == 0 else operations if bar.row == len(rows) - 1 else functions
-        colour = named.get(bar.function if named is functions else bar.text, _OTHER_COLOUR)
+        if 0 < bar.row < len(rows) - 1:
+            colour = functions.get(bar.function, _OTHER_COLOUR)
+        else:
+            colour = (operations if bar.row else passes).get(bar.text, _OTHER_COLOUR)
         extent = [(bar.start * 1e3, bar.seconds * 1e3)]
         axes.broken_barh(extent, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
         middle, text = (bar.start + bar.seconds / 2) * 1e3, _label(bar.text, bar.seconds / total)

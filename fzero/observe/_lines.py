@@ -97,8 +97,9 @@ def record_spans(file: str, function: str) -> Iterator[list[Span]]:
     def after(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
         wait_for_device()
         seconds, site = time.perf_counter() - start, current_call_site()
-        phase = "backward" if site.backward else "forward" if site.forward else ""
-        stack = forward_stacks.get(site.sequence_number, ()) if site.backward else stacks.current()
+        phase, stack = "forward" if site.forward else "", stacks.current()
+        if site.backward:
+            phase, stack = "backward", forward_stacks.get(site.sequence_number, ())
         forward_stacks.setdefault(site.sequence_number, stack)
         timed.append(TimedOperation(operation.name, line=site.line, phase=phase, seconds=seconds, stack=stack))
 
@@ -137,7 +138,9 @@ def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
     start = 0.0
     results = list[Span]()
     for i, r in enumerate(operations):
-        phase = "forward" if not backward or i < backward[0] else "update" if i > backward[-1] else "backward"
+        phase = "forward"
+        if backward and i >= backward[0]:
+            phase = "backward" if i <= backward[-1] else "update"
         results.append(
             Span(
                 r.name,

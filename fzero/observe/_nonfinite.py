@@ -34,7 +34,9 @@ class _NonFiniteLeaf(NamedTuple):
 
 def _nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite leaves of a step's arguments or results."""
-    local_ranks = (0,) if mesh is None else (mesh.rank,) if mesh.distributed else tuple(range(mesh.size))
+    local_ranks = (0,)
+    if mesh is not None:
+        local_ranks = (mesh.rank,) if mesh.distributed else tuple(range(mesh.size))
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     for path, x in zip(paths, entries, strict=True):
         if not is_box(x):

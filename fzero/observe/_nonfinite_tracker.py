@@ -44,7 +44,10 @@ def nonfinite_kind(x: torch.Tensor) -> _Kind:
     if not is_real(x) or not (x.is_floating_point() or x.is_complex()):
         return _FINITE
     x = x.detach().resolve_conj().resolve_neg()
-    x = torch.view_as_real(x) if x.is_complex() else x.float() if x.itemsize == 1 else x
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    elif x.itemsize == 1:  # torch lacks the kernels for 8-bit floats
+        x = x.float()
     if bool(torch.isfinite(x).all()):
         return _FINITE
     return _Kind(bool(x.isnan().any()), bool(x.isposinf().any()), bool(x.isneginf().any()))

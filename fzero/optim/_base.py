@@ -168,11 +168,12 @@ def wrap_optimizers(
     """Return an optimizer of functions that call `opts`, with the attributes that follow from theirs."""
     optimizers = [as_optimizer(opt) for opt in opts]
     exact = {opt.exact_on_shards for opt in optimizers}
+    all_exact = None if None in exact else True
     policies = [opt.precision for opt in optimizers if opt.precision is not None]
     return Optimizer(
         init,
         update,
-        exact_on_shards=False if False in exact else None if None in exact else True,
+        exact_on_shards=False if False in exact else all_exact,
         precision=policies[0] if policies else None,
         skips_overflow=any(opt.skips_overflow for opt in optimizers),
         parts=tuple(optimizers),

@@ -138,7 +138,8 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     attributes = {name: x for name, x in vars(trainer).items() if isinstance(x, torch.nn.Module)}
     others = {name: x for name, x in attributes.items() if name not in ("model", "model_wrapped")}
     args = trainer.args
-    precision = half_precision(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
+    float16 = torch.float16 if args.fp16 else None
+    precision = half_precision(model, torch.bfloat16 if args.bf16 else float16)
     engine = make_engine(
         model=model.train(),
         others=list(others.values()),

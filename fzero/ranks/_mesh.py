@@ -243,7 +243,9 @@ class Mesh:
         """
         if axis is not None and not isinstance(axis, str | tuple | list):
             raise TypeError(f"axis={axis!r}: expected the name of an axis of {self!r}, or a tuple of names")
-        names = self.axis_names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        names = self.axis_names
+        if axis is not None:
+            names = (axis,) if isinstance(axis, str) else tuple(axis)
         if not names:
             advice = "leave it out for all axes; pass a batch that all ranks share without splitting it"
             raise ValueError(f"axis={axis!r} names no axis of {self!r}: {advice}")
@@ -290,8 +292,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape)
-        simulation = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
-        label = simulation if self.simulated else f"rank {self.rank}" if self.distributed else "planned"
+        if self.simulated:
+            label = "simulated" if self.simulation == "vmap" else "simulated in lockstep"
+        else:
+            label = f"rank {self.rank}" if self.distributed else "planned"
         label += "".join([f", {name} {index}" for name, index in self.within])
         return f"Mesh({axes}, {label}{'' if self.device == _CPU else f', {self.device}'})"
 

@@ -87,7 +87,9 @@ def _is_mask(op: OpOverload) -> bool:
 
 
 def _apply_dropout(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
-    return x.clone() if train is False else x * mask * (0.0 if p == 1 else 1 / (1 - p))
+    if train is False:
+        return x.clone()
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
 class Tape(list[torch.Tensor]):

@@ -136,4 +136,6 @@ def _quote(word: object) -> str:
 
 
 def _join(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"({', '.join(words)})" if words else ""
+    if len(words) < 2:
+        return "".join(words)
+    return f"({', '.join(words)})"

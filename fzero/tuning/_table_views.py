@@ -127,8 +127,10 @@ def _rows(table: "ConfigurationTable") -> Any:
     fits, misses = table.fitting, table.too_large
     for row in [*fits[:_MAX_FITS], *misses[:_MAX_MISSES]]:
         over = row.peak_bytes - table.budget
-        verdict = f"{format_bytes(over)} too much" if over > 0 else "fits"
-        style = "dim" if over > 0 else "bold green" if row is fits[0] else ""
+        if over > 0:
+            verdict, style = f"{format_bytes(over)} too much", "dim"
+        else:
+            verdict, style = "fits", "bold green" if row is fits[0] else ""
         texts = _cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
         along = [format_bytes(n) if (n := row.traffic_bytes.get(axis, 0)) else "-" for axis in moved_axes]
@@ -159,7 +161,9 @@ def _moved_shown(table: "ConfigurationTable") -> list[str]:
 
 def format_axis(config: "Configuration", name: str) -> str:
     """Format the size of an axis of a configuration, or its schedule."""
-    return str(getattr(config, name)) if name != "schedule" else config.schedule_setting if config.pp > 1 else "-"
+    if name != "schedule":
+        return str(getattr(config, name))
+    return config.schedule_setting if config.pp > 1 else "-"
 
 
 def format_limits(limits: Mapping[str, float]) -> str:

@@ -153,7 +153,9 @@ def _device_like(like: Any, own: torch.device | None, target: torch.device | Non
     """Return the device of a leaf that has no box: that of the leaf in `like`; if this has no values, a count stays."""
     if not isinstance(like, torch.Tensor) or own is None or own.type == "meta":
         return target
-    return like.device if not like.is_meta else target if like.ndim else own
+    if not like.is_meta:
+        return like.device
+    return target if like.ndim else own
 
 
 def _check_one_device(label: str, paths: list[str], devices: list[Any]) -> None:

@@ -112,7 +112,8 @@ def _check_leaf(label: str, path: str, x: Any) -> None:
             "a plain tensor (x.full_tensor() of a DTensor)"
         )
     if x.layout != torch.strided or x.is_quantized or x.is_nested:
-        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
+        kind = "nested" if x.is_nested else str(x.layout)
+        kind = "quantized" if x.is_quantized else kind
         raise TypeError(
             f"{label} leaf {path!r} is {kind}, and cannot be sharded: pass a dense tensor, such as x.to_dense()"
         )

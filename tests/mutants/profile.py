@@ -33,7 +33,7 @@ MUTANTS = [
         Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),
     ),
     *File("observe/_lines.py", PROFILING).faults(
-        Fault("an operation of the forward pass has no phase", "record_spans.after", never("A.B", at="2 of 3")),
+        Fault("an operation of the forward pass has no phase", "record_spans.after", never("A.forward")),
         Fault("a line belongs to the outermost function, not the innermost", "_function_at", becomes("min", "max")),
         Fault("operations of a profile all begin at zero", "_place_spans", becomes("A += B.C", "A += 0")),
         Fault(
@@ -41,9 +41,7 @@ MUTANTS = [
             "_mark_functions.before",
             constant("backward", "forward or update"),
         ),
-        Fault(
-            "the update counts as the forward pass", "_place_spans", (bare("A > B[-1]"), constant("update", "forward"))
-        ),
+        Fault("the update counts as the forward pass", "_place_spans", constant("update", "forward")),
     ),
     *File("observe/_flame_chart.py", PROFILING).faults(
         Fault("a profile colours its cheapest lines", "_colours_of_top", bare("-A")),

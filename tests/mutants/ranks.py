@@ -56,8 +56,8 @@ MUTANTS = [
     *File("data/_batch_plan.py", BATCH_PLAN).faults(
         Fault("a batch plan counts all ranks as data-parallel", "_data_axes", becomes("A.B(axis)", "A.axis_names")),
         Fault("a batch plan counts model axes as data-parallel", "_data_axes", dropped("A not in B")),
-        Fault("a batch plan never counts an axis named tp", "_data_axes", becomes("['pp', *A]", "['pp', 'tp']")),
-        Fault("model_axes= is ignored", "_data_axes", becomes("list(A.B(C))", "shared")),
+        Fault("a batch plan never counts an axis named tp", "_data_axes", becomes("('pp',)", "('pp', 'tp')")),
+        Fault("model_axes= is ignored", "_data_axes", becomes("A.B(model_axes)", "('pp', 'tp')[: 1 + (axis is None)]")),
     ),
     *File("ranks/_spmd.py", STEP).faults(
         Fault(

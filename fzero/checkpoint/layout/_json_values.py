@@ -15,7 +15,9 @@ def is_json(x: Any) -> bool:
 
 def is_empty(x: Any) -> bool:
     """Return whether a value is None, or a dict or list of such values only."""
-    return all(map(is_empty, x.values() if type(x) is dict else x)) if type(x) in (dict, list) else x is None
+    if type(x) is dict:
+        return all(map(is_empty, x.values()))
+    return all(map(is_empty, x)) if type(x) is list else x is None
 
 
 def is_none(x: Any) -> bool:

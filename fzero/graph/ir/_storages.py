@@ -111,7 +111,9 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
             f"{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put a "
             "transform that reads full trees, such as a clip by the global norm, before optim.offload"
         )
-    return "host" if host else "device" if device else None
+    if host:
+        return "host"
+    return "device" if device else None
 
 
 def _named(node: Node) -> str:

@@ -64,7 +64,8 @@ def region_positions(nodes: Sequence[Node]) -> dict[LoopRegion, range]:
     for i, n in enumerate(nodes):
         if n.target is BEGIN_REGION:
             kind, stage = n.args
-            begins.append((LoopRegion("F" if kind == "F" else "I" if stage else "W", int(stage)), i))  # pyright: ignore
+            backward = "I" if stage else "W"  # the first stage has no input to differentiate
+            begins.append((LoopRegion("F" if kind == "F" else backward, int(stage)), i))  # pyright: ignore
         elif n.target is SEND and n.args[0] == "G":
             begins.append((LoopRegion("W", int(n.args[1])), i + 1))  # pyright: ignore[reportArgumentType]
     ends = [i for _, i in begins[1:]] + [len(nodes) - 1]

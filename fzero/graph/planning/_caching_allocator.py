@@ -100,7 +100,8 @@ class _Pool:
         return self.free.pop(i) if i < len(self.free) else None
 
     def _new_segment(self, size: int) -> _CachedBlock:
-        total = 2 * _MB if self.small else max(_round_up(size, 2 * _MB), 20 * _MB if size < 10 * _MB else 0)
+        total = 20 * _MB if size < 10 * _MB else _round_up(size, 2 * _MB)
+        total = 2 * _MB if self.small else total
         self.reserved += total
         self._segments += 1
         return _CachedBlock(total, self._segments * _ROOM)

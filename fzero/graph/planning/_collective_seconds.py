@@ -68,10 +68,10 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
     is_known = bool(names) and {*names} <= {name for name, _ in hardware.axes}
     if not is_known:
         n = group_size(node)
-        share = (n - 1) / n if kind in ("all_gather", "reduce_scatter") else 2 if kind == "all_reduce" else 1
-        return hardware.latency + total * share / (
-            hardware.link if n <= hardware.ranks_per_machine else hardware.network
-        )
+        ring = (n - 1) / n
+        share = {"all_gather": ring, "reduce_scatter": ring, "all_reduce": 2}.get(kind, 1)
+        speed = hardware.link if n <= hardware.ranks_per_machine else hardware.network
+        return hardware.latency + total * share / speed
     route = _route_of(names, hardware.axes, hardware.ranks_per_machine)
     if route.ranks == 1:
         return hardware.latency

@@ -43,7 +43,10 @@ def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
             phase = "backward"
         elif n in ancestors and flops(n):  # the forward pass of the next micro-batch
             phase = "forward"
-        phase_of[n] = "forward" if i < first else phase if n in ancestors else "update"
+        if i < first:
+            phase_of[n] = "forward"
+        else:
+            phase_of[n] = phase if n in ancestors else "update"
     return phase_of
 
 

@@ -385,11 +385,9 @@ def make_plan(
 
 def _operation(node: Node, times: int, phase: str) -> _Operation:
     loop = loop_of(node)
-    target = (
-        display_name(node)
-        if loop is None
-        else f"a {'loop' if loop.rank_schedule is None else 'pipeline'} of {loop.iterations} iterations"
-    )
+    target = display_name(node)
+    if loop is not None:
+        target = f"a {'loop' if loop.rank_schedule is None else 'pipeline'} of {loop.iterations} iterations"
     return _Operation(node.name, target=target, line=line_of(node), flops=flops(node), times=times, phase=phase)
 
 

@@ -232,8 +232,9 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
 
     def run(args: list[Any]) -> Sequence[Any]:
         """Run the instructions on a call's arguments, and free each register after its last use."""
-        call = _call_timed if current_recorder() else run_marked if profiling() else _call
-        apply = _apply_timed if current_recorder() else _apply
+        call, apply = run_marked if profiling() else _call, _apply
+        if current_recorder():
+            call, apply = _call_timed, _apply_timed
         registers: list[Any] = [*args, *[None] * (program.register_count - len(args))]
         args.clear()
         line = None

@@ -138,8 +138,10 @@ class Arguments:
                 )
             if x.device != devices[0]:
                 moved[i] = x.to(devices[0], non_blocking=True)
+        if not moved:
+            return self
         pairs = zip(self.leaves, self.tensor_indices, strict=True)
-        return replace(self, leaves=[x if i is None else moved.get(i, x) for x, i in pairs]) if moved else self
+        return replace(self, leaves=[x if i is None else moved.get(i, x) for x, i in pairs])
 
     def check_traceable(self) -> None:
         """Check that no tensor requires grad.

@@ -112,7 +112,9 @@ def offload(
         )
     if delay not in (0, 1) or (delay and update == "device"):
         raise ValueError(f'offload: delay={delay!r}: expected 0, or 1 with update="host"')
-    run = _update_delayed if delay else _update_on_host if update == "host" else _update_on_device
+    run = _update_on_host if update == "host" else _update_on_device
+    if delay:
+        run = _update_delayed
 
     def init(params: Params) -> OptState:
         plan = plan_offload(params, ratio, optimizer.precision)

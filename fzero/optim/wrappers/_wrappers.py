@@ -138,8 +138,10 @@ def leafwise(opt: OptimizerLike) -> Optimizer:
         for i, (g, s, p) in enumerate(zip(leaves, states, param_leaves, strict=True)):
             keys.append(i if g is None or p is None else (tree.identity(g), tree.identity(p)))
             if keys[-1] not in results:
-                u, s = ([None], s) if g is None else opt.update([g], s, params=None if p is None else [p], **options)
-                results[keys[-1]] = u[0], s
+                results[keys[-1]] = None, s
+                if g is not None:
+                    (u,), s = opt.update([g], s, params=None if p is None else [p], **options)
+                    results[keys[-1]] = u, s
         updates, new = ([results[key][j] for key in keys] for j in (0, 1))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 

@@ -246,7 +246,8 @@ class Mask(NamedTuple):
                 yield slice(a, b), slice(0, s)
             else:
                 first = 0 if window is None else max(0, a - window + 1)
-                end = b if options.causal else s if window is None else min(s, b + window - 1)
+                end = s if window is None else min(s, b + window - 1)
+                end = b if options.causal else end
                 yield slice(a, b), slice(first, end)
 
     def of(self, rows: slice, columns: slice, lead: torch.Size) -> torch.Tensor:

@@ -139,7 +139,9 @@ def _dims(name: str = "dim") -> _Reads:
 
     def read(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
         dims = args.get(name)
-        return () if dims is None else (dims,) if isinstance(dims, int) else dims
+        if dims is None:
+            return ()
+        return (dims,) if isinstance(dims, int) else dims
 
     return read
 

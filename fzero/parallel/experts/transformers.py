@@ -144,7 +144,9 @@ def _run_experts(
     def as_matrix(weight: torch.Tensor) -> torch.Tensor:
         return weight if module.is_transposed else weight.mT
 
-    bias = (module.gate_up_proj_bias if has_gate else module.up_proj_bias) if module.has_bias else None
+    bias = None
+    if module.has_bias:
+        bias = module.gate_up_proj_bias if has_gate else module.up_proj_bias
     h = linear(rows, as_matrix(first), bias)
     h = module._apply_gate(h) if has_gate else module.act_fn(h)
     y = linear(h, as_matrix(module.down_proj), module.down_proj_bias if module.has_bias else None)

@@ -237,7 +237,9 @@ class PipelineSplit:
                 f"fzero.pipeline: leaf {path!r} is {tree.show(leaf)}, but blocks are stacked by rank, "
                 f"[{axis_size(self.axis)}, ...]: pass loss.stack(params, mesh)"
             )
-        other_axes = {} if self.rule is None else dict(self.rule(path, leaf[0] if is_stacked else leaf) or {})
+        other_axes: dict[str, int] = {}
+        if self.rule is not None:
+            other_axes.update(self.rule(path, leaf[0] if is_stacked else leaf) or {})
         if not is_stacked:
             return other_axes or None
         return {self.axis: 0, **{axis: dim + 1 if dim >= 0 else dim for axis, dim in other_axes.items()}}

@@ -177,7 +177,8 @@ def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
     for column, cell in enumerate(cells):
         text = "" if cell is None else str(cell).strip()
         pair = _PAIR.fullmatch(text)
-        for part in pair[1].split(";") if pair else [text] if text else []:
+        parts = pair[1].split(";") if pair else [text]
+        for part in parts if text else []:
             action = _parse_action(part.strip(), f"rank {rank}, cell {column}, {text!r}")
             if action is not None:
                 yield action

@@ -208,7 +208,9 @@ class _Simulation:
         state = self.ranks[rank]
         m = state.next["B"][stage]
         is_blocked = state.cap is None and any(n < self.micro_batches for n in state.next["F"].values())
-        return None if is_blocked else self.option_at(rank, Action("I" if self.split else "B", stage, m), (0, -stage))
+        if is_blocked:
+            return None
+        return self.option_at(rank, Action("I" if self.split else "B", stage, m), (0, -stage))
 
     def forward(self, rank: int, stage: int) -> _Option | None:
         """Return the next forward pass of a stage, if the cap has room for it and for this rank's later stages."""

@@ -196,8 +196,12 @@ class PipelineSchedule(FigureReport):
         return repr(self)
 
     def __repr__(self) -> str:
-        counts = ((self.ranks, "rank"), (self.stages, "stage"), (self.micro_batches, "micro-batch"))
-        words = [f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts]
+        counts = (
+            (self.ranks, "rank", "ranks"),
+            (self.stages, "stage", "stages"),
+            (self.micro_batches, "micro-batch", "micro-batches"),
+        )
+        words = [f"{n} {one if n == 1 else many}" for n, one, many in counts]
         return f"PipelineSchedule({self.name!r}: {', '.join(words)})"
 
     def __str__(self) -> str:

@@ -156,8 +156,10 @@ def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage
     if backward in actions and halves:
         raise _error(schedule, f"{backward} is the full backward pass, but {_listed(halves)} is there too")
     if backward not in actions and len(halves) < 2:
-        absent = f"{backward}, or {inputs} and {weights}," if not halves else (weights if inputs in actions else inputs)
-        hint = f", of which {_listed(halves)} is one half" if halves else ""
+        absent, hint = f"{backward}, or {inputs} and {weights},", ""
+        if halves:
+            absent = weights if inputs in actions else inputs
+            hint = f", of which {_listed(halves)} is one half"
         raise _error(
             schedule,
             f"{absent} of rank {schedule.rank_of_stage[stage]} is missing: the backward pass of stage {stage} for "

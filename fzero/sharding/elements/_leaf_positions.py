@@ -59,9 +59,11 @@ def _leaf_ids(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
         row = []
         for path in spec.paths:
             item = item_of(path, "", stacked)
-            index = None if item is None else item.indices[rank]
-            full_path = path if item is None else None if index is None else item.path(index)
-            row.append(0 if full_path is None else _leaf_id(full_path))
+            if item is None:
+                row.append(_leaf_id(path))
+                continue
+            index = item.indices[rank]
+            row.append(0 if index is None else _leaf_id(item.path(index)))
         rows.append((*row, 0))
     return along.axis, tuple(rows)
 

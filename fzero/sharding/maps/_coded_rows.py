@@ -95,7 +95,8 @@ def quantized_blocks(spec: Spec, codec: Codec) -> int:
 
 
 def codec_of(spec: Spec, name: str) -> Codec:
-    codec = None if spec.cast is None else spec.cast.gather if name == "gather" else spec.cast.reduce
+    assert spec.cast is not None
+    codec = spec.cast.gather if name == "gather" else spec.cast.reduce
     assert codec is not None
     return codec
 

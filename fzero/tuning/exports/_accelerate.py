@@ -65,7 +65,9 @@ def _yaml(fields: dict[str, Any], indent: str = "") -> str:
         if isinstance(value, dict):
             lines.append(f"{indent}{key}:\n{_yaml(value, indent + '  ')}")
         else:
-            word = str(value).lower() if isinstance(value, bool) else f'"{value}"' if value == "no" else value
+            word = '"no"' if value == "no" else value  # the word alone is false in YAML
+            if isinstance(value, bool):
+                word = str(value).lower()
             lines.append(f"{indent}{key}: {word}\n")
     return "".join(lines)
 

@@ -119,7 +119,8 @@ def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
     parameters = width * (sizes.sharded if config.stage == 3 else sizes.full)
     live = min(sizes.full, _MAX_LIVE) if config.stage == 3 else 0.0
     gradients = width * (sizes.full if config.stage < 2 else own)
-    on_host = 0.0 if config.stage == 0 else config.offload if config.stage == 3 else float(config.offload > 0)
+    on_host = config.offload if config.stage == 3 else float(config.offload > 0)  # a share only at stage 3
+    on_host = on_host if config.stage else 0.0
     return States(
         parameters=parameters,
         gradients=gradients,

@@ -112,7 +112,9 @@ class Goodput(FigureReport):
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 90 else f"{seconds / 60:.3g} min" if seconds < 5400 else _hours(seconds)
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else _hours(seconds)
 
 
 def _hours(seconds: float) -> str:

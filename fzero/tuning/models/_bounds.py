@@ -202,7 +202,9 @@ class _StepBounds(NamedTuple):
         config, n = self.config, self._elements()
         shards = self._shards() if config.stage else 1
         half = config.precision != "float32"
-        full = 0.0 if config.stage == 3 else (self.width_bytes * n if half else 4 * n)
+        full = 0.0
+        if config.stage < 3:
+            full = self.width_bytes * n if half else 4 * n
         masters = 4 if half or config.stage == 3 else 0
         return full + (masters + _MOMENT_BYTES[config.moments]) * n / shards * (1 - config.offload)
 

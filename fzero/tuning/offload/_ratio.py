@@ -61,13 +61,9 @@ class OffloadRatio(Report):
         rows = [["ratio", "device", "host", "down", "up", ""]]
         for t in self.tried:
             over = t.device_bytes - self.memory_budget
-            remark = (
-                f"{format_bytes(over)} too much"
-                if over > 0
-                else "smallest that fits"
-                if t.ratio == self.ratio
-                else "fits"
-            )
+            remark = "smallest that fits" if t.ratio == self.ratio else "fits"
+            if over > 0:
+                remark = f"{format_bytes(over)} too much"
             rows.append([f"{t.ratio:g}", *[format_bytes(n) for n in t[1:]], remark])
         wide = [max([len(row[i]) for row in rows]) for i in range(5)]
         lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, wide, strict=False)]) + row[5] for row in rows]
