@@ -47,66 +47,116 @@ class Candidate(NamedTuple):
         return self.pass_settings.shown_in_plan()
 
 
+class _Scheduler(NamedTuple):
+    """Schedules one traced graph by settings, and rates the results.
+
+    Attributes:
+        passes: the passes over the graph.
+        options: what the user restricts.
+        rate: returns the peak and the duration of a scheduled graph.
+    """
+
+    passes: PassManager
+    options: ScheduleOptions
+    rate: _Rate
+
+    def schedule(self, settings: PassSettings) -> Candidate:
+        """Schedule the graph with some settings, and rate the result."""
+        scheduled = self.passes.schedule_with(settings)
+        return Candidate(settings, scheduled, *self.rate(scheduled))
+
+
 def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> list[Candidate]:
     """Schedule a traced graph in every way that the options leave open.
 
     Each combination of recompute, re-gather and buckets is first scheduled for the least memory. Those that fit are
     then also scheduled in orders that start collectives ahead.
     """
-    passes = PassManager(graph, context)
 
     @functools.cache  # equal results share one rating
     def rate(scheduled: Graph) -> tuple[int, float]:
         return peak_bytes(scheduled), estimate_seconds(scheduled, context.hardware)
 
     options = options if _gathers(graph) else options._replace(prefetch=0)
+    scheduler = _Scheduler(PassManager(graph, context), options, rate)
     overlaps = _overlaps(options, any(is_reduce_collective(n) for part in graphs_in(graph) for n in part.nodes))
-    (prefetch, in_flight), *other_overlaps = overlaps
-    leanest = [
-        settings._replace(prefetch=prefetch, in_flight=in_flight) for settings in _settings_to_try(passes, options)
-    ]
-    first = _with_recast(passes, options, [_rate_schedule(passes, settings, rate) for settings in leanest], rate)
+    leanest = _schedule_leanest(scheduler, overlaps[0])
     # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
-    prefetch_budget = max(min(c.peak_bytes for c in first), options.memory_budget or 0)
-    limit = max(prefetch_budget, _limit(first, options.memory_budget))
-    later = [
-        _rate_schedule(
-            passes,
-            c.pass_settings._replace(prefetch=prefetch, in_flight=in_flight, prefetch_budget=prefetch_budget),
-            rate,
+    prefetch_budget = max(min(c.peak_bytes for c in leanest), options.memory_budget or 0)
+    limit = max(prefetch_budget, _limit(leanest, options.memory_budget))
+    fitting = [c for c in leanest if c.peak_bytes <= limit]
+    schedules = leanest + _schedule_overlaps(scheduler, fitting, overlaps[1:], prefetch_budget)
+    schedules = _with_carried(scheduler, schedules, limit)
+    schedules = _with_early_sends(scheduler, schedules, limit, (leanest[0].pass_settings.recompute, overlaps[-1]))
+    return [c for c in schedules if options.prefetch in ("auto", c.pass_settings.prefetch)] or leanest
+
+
+def _schedule_leanest(scheduler: _Scheduler, overlap: tuple[int | str, int]) -> list[Candidate]:
+    """Schedule each combination of recompute, re-gather, buckets and recast in the order of the least memory."""
+    prefetch, in_flight = overlap
+    tries = _settings_to_try(scheduler.passes, scheduler.options)
+    schedules = [scheduler.schedule(x._replace(prefetch=prefetch, in_flight=in_flight)) for x in tries]
+    return _with_recast(scheduler, schedules)
+
+
+def _schedule_overlaps(
+    scheduler: _Scheduler,
+    schedules: list[Candidate],
+    overlaps: Sequence[tuple[int | str, int]],
+    prefetch_budget: float,
+) -> list[Candidate]:
+    """Schedule the same settings in the orders that start collectives ahead, or leave reductions in flight."""
+    return [
+        scheduler.schedule(
+            c.pass_settings._replace(prefetch=prefetch, in_flight=in_flight, prefetch_budget=prefetch_budget)
         )
-        for c in first
-        if c.peak_bytes <= limit
-        for prefetch, in_flight in other_overlaps
+        for c in schedules
+        for prefetch, in_flight in overlaps
     ]
+
+
+def _with_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: float) -> list[Candidate]:
+    """Add the schedules whose reductions stay in flight between iterations; the option may force or forbid them."""
+    option = scheduler.options.across_iterations
+    if option is False:
+        return schedules
     carried = [
-        _rate_schedule(passes, c.pass_settings._replace(across_iterations=True), rate)
-        for c in first + later
-        if c.pass_settings.in_flight and c.peak_bytes <= limit and options.across_iterations is not False
+        scheduler.schedule(c.pass_settings._replace(across_iterations=True))
+        for c in schedules
+        if c.pass_settings.in_flight and c.peak_bytes <= limit
     ]
     carried = [c for c in carried if _carries(c.graph)]
-    schedules = carried if carried and options.across_iterations is True else first + later + carried
-    if options.send_early is not False and _may_send_early(graph):
-        early = [
-            _rate_schedule(passes, settings._replace(send_early=True), rate)
-            for settings in [c.pass_settings for c in schedules if c.peak_bytes <= limit or options.send_early is True]
-            # the other memory that time can be bought with is cheaper, and is spent first
-            if settings.recompute == first[0].pass_settings.recompute and _overlap(settings) == overlaps[-1]
-        ]
-        schedules = early if options.send_early is True else schedules + early
-    return [c for c in schedules if options.prefetch in ("auto", c.pass_settings.prefetch)] or first
+    return carried if carried and option is True else schedules + carried
 
 
-def _with_recast(
-    passes: PassManager, options: ScheduleOptions, schedules: list[Candidate], rate: _Rate
+def _with_early_sends(
+    scheduler: _Scheduler, schedules: list[Candidate], limit: float, chosen: tuple[bool, tuple[int | str, int]]
 ) -> list[Candidate]:
-    """Add the schedules in which `recast` saves memory; `options.recast` may force or forbid them."""
+    """Add the schedules of a pipeline that send gradients early; the option may force or forbid them.
+
+    Args:
+        scheduler: the scheduler.
+        schedules: the schedules that send in the order of the trace.
+        limit: the largest peak of a schedule that is tried again.
+        chosen: the settings of recompute and of overlap that are tried. The other memory that time can be bought with
+            is cheaper, and is spent first.
+    """
+    option = scheduler.options.send_early
+    if option is False or not _may_send_early(scheduler.passes.traced):
+        return schedules
+    settings = [c.pass_settings for c in schedules if c.peak_bytes <= limit or option is True]
+    tries = [x for x in settings if (x.recompute, (x.prefetch, x.in_flight)) == chosen]
+    early = [scheduler.schedule(x._replace(send_early=True)) for x in tries]
+    return early if option is True else schedules + early
+
+
+def _with_recast(scheduler: _Scheduler, schedules: list[Candidate]) -> list[Candidate]:
+    """Add the schedules in which `recast` saves memory; the option may force or forbid them."""
+    passes, options = scheduler.passes, scheduler.options
     if options.recast is False:
         return schedules
     tries = [c.pass_settings._replace(recast=True) for c in schedules]
-    recasts = [
-        _rate_schedule(passes, settings, rate) if passes.changed_by(settings, "recast") else None for settings in tries
-    ]
+    recasts = [scheduler.schedule(x) if passes.changed_by(x, "recast") else None for x in tries]
     if options.recast is True:
         return [new or old for old, new in zip(schedules, recasts, strict=True)]
     return schedules + [
@@ -155,16 +205,6 @@ def _overlaps(options: ScheduleOptions, has_reduce: bool) -> list[tuple[int | st
     prefetch = [0, FITTING] if options.prefetch in ("auto", FITTING) else [options.prefetch]
     in_flight = _choices(options.in_flight, [0, 1] if has_reduce else [0])
     return list(itertools.product(prefetch, in_flight))
-
-
-def _overlap(settings: PassSettings) -> tuple[int | str, int]:
-    return settings.prefetch, settings.in_flight
-
-
-def _rate_schedule(passes: PassManager, settings: PassSettings, rate: _Rate) -> Candidate:
-    """Schedule a graph with some settings, and rate the result."""
-    scheduled = passes.schedule_with(settings)
-    return Candidate(settings, scheduled, *rate(scheduled))
 
 
 def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:

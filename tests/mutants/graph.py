@@ -206,7 +206,7 @@ MUTANTS = [
         Fault("recast=False is ignored", "_with_recast", never("A.B is False")),
         Fault(
             "candidates that carry no reduction across iterations are listed as if they did",
-            "candidates",
+            "_with_carried",
             dropped("A(B.graph)"),
             CARRY,
         ),
