@@ -23,7 +23,7 @@ _INSTEAD = {  # of options of torch's DataLoader that are fixed here, and of nam
     "batch_sampler": "use seed= and shuffle=, or a data set that has the examples in your order",
     "batch_size": f"use {_BATCH}",
     "collate_fn": "use collate=",
-    "drop_last": "batches drops the last examples, and fzero.data.once repeats them",
+    "drop_last": "batches drops the last examples, and fzero.data.epoch repeats them",
     "epochs": "use a range of steps: data.steps(0, epochs * data.per_epoch)",
     "generator": "use seed=",
     "micro_batch_size": f"use {_BATCH}; fzero.value_and_grad(micro_batches=) divides it",
@@ -32,7 +32,7 @@ _INSTEAD = {  # of options of torch's DataLoader that are fixed here, and of nam
     "per_device_train_batch_size": f"use {_BATCH}",
     "rank": "use the mesh",
     "sampler": "use seed= and shuffle=, or a data set that has the examples in your order",
-    "shuffle": "use fzero.data.batches, which has shuffle=; fzero.data.once keeps the order",
+    "shuffle": "use fzero.data.batches, which has shuffle=; fzero.data.epoch keeps the order",
     "train_batch_size": f"use {_BATCH}",
     "world_size": "use the mesh",
 }

@@ -27,7 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "checkpoint.dcp.save": {"path": "/dev/null/x", "values": VALUES},
     "checkpoint.hf.write": {"folder": "/dev/null/x", "params": VALUES},
     "data.batches": BATCHES,
-    "data.once": BATCHES,
+    "data.epoch": BATCHES,
     "elastic.run": {"root": "runs", "steps": 1, "global_batch": 2, "dp": 2},
     "evaluate": {"step": step_of(3)},
     "local_sgd.local_steps": {"every": 2},
