@@ -38,8 +38,8 @@ def train_step_of(opt: optim.Optimizer, linear: Any, precision: fzero.Precision 
     """Return the example's train step with this function in place of `torch.nn.functional.linear`."""
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        take = fzero.value_and_grad(lambda p, x: losses_of(p, x, linear=linear).mean(), precision=precision)
-        loss, grads = take(params, batch)
+        grad_of = fzero.value_and_grad(lambda p, x: losses_of(p, x, linear=linear).mean(), precision=precision)
+        loss, grads = grad_of(params, batch)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, loss
 
