@@ -58,7 +58,7 @@ for package in (fzero, *[getattr(fzero.parallel, name) for name in fzero.paralle
 
 
 def test_importing_fzero_loads_nothing_that_a_step_may_not_need():
-    """And the rest is there at its first use: what Dynamo must know, fzero.testing, and every public name."""
+    """The rest is there at its first use: what Dynamo must know, fzero.testing, and every public name."""
     count, late = run(SCRIPT).split(" ", 1)
     assert late == "[]\n" and int(count) < 50, f"{count} modules of others, among them {late}"
 

@@ -244,7 +244,7 @@ INITS = {
 
 @pytest.mark.parametrize("package", INITS)
 def test_a_package_lists_its_names(package):
-    """What it imports is in one of its two lists, and nothing is in both."""
+    """A name that it imports is in one of its two lists, and no name is in both."""
     path, module = INITS[package], importlib.import_module(f"fzero.{package}")
     names = [*listed_names(path), *listed_names(path, "INTERNAL")]
     imported = {
@@ -417,7 +417,7 @@ def test_a_file_has_few_sections():
 
 
 def test_a_private_file_has_a_name_of_its_own():
-    """So that a traceback, or an editor's tab, says which one it is. Public files are named by their packages."""
+    """A traceback, or an editor's tab, then says which one it is. Public files are named by their packages."""
     results: dict[str, list[str]] = {}
     for path in FILES:
         if path.name.startswith("_") and not path.name.startswith("__"):
@@ -540,7 +540,7 @@ def test_a_script_that_is_gone_is_found_by_any_name(text):
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_files_that_a_page_names_exist(page):
-    """And a name in capitals, said to be in a file, is made there."""
+    """A name in capitals that a page places in a file is made there."""
     text = (ROOT.parent / page).read_text()
     paths = re.findall(r"`((?:fzero|tests|examples|benchmarks|docs)/[\w/.]+)`", text) + re.findall(
         r"\]\((?!http)([\w/.]+)", text
@@ -553,7 +553,7 @@ def test_the_files_that_a_page_names_exist(page):
 
 
 def test_no_test_module_is_imported():
-    """What several test modules share lies in a module beside them, such as a folder's `helpers.py`."""
+    """Code that several test modules share lies in a module beside them, such as a folder's `helpers.py`."""
     tests = ROOT.parent / "tests"
     for path in python_files("tests", "benchmarks"):
         for node in imports_of(path):

@@ -92,7 +92,7 @@ def test_an_error_of_fzero_is_at_the_users_call():
 
 
 def test_causes_of_an_error_end_at_the_users_line_too():
-    """What torch says of a value that is read in a trace, and what fzero makes of it, have no frames of their own."""
+    """torch's error about a value that is read in a trace, and fzero's error of it, have no frames of their own."""
 
     def reading(params: Any, batch: Any) -> torch.Tensor:
         return params["w"].sum() * (2.0 if batch.sum().item() > 0 else 1.0)

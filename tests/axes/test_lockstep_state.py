@@ -107,7 +107,7 @@ def meet() -> None:
 
 
 def states_of_ranks(size: int = 3) -> list[Any]:
-    """What each rank has at its beginning and after a meeting."""
+    """Return what each rank has at its beginning and after a meeting."""
     records: list[Any] = []
 
     def program() -> None:

@@ -57,7 +57,7 @@ SENT = {"fzero-0": 2, "fzero-2": 3, "DDP-0": 2, "FSDP2-3": 6}  # in bytes of the
 
 @pytest.mark.slow
 def test_a_tiny_model_is_measured_beside_the_peers(tmp_path: pathlib.Path):
-    """What is sent is what README's table of costs says, also in the peers' rows; memory falls with the stage."""
+    """The bytes sent are those of README's table of costs, also in the peers' rows; memory falls with the stage."""
     pytest.importorskip("ninja")
     options = ["--models", "tiny", "--micro-batches", "2", "--rounds", "2", "--systems", *SYSTEMS]
     out = tmp_path / "rows.json"

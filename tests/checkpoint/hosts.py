@@ -33,7 +33,7 @@ class Died(BaseException):
 
 
 class Death(NamedTuple):
-    """What dies, and at which of all operations of the world: one rank's process, or its host with all processes."""
+    """The death of a rank's process, or of a host with all its processes, at one of all operations of the world."""
 
     host: bool
     at: int

@@ -110,7 +110,7 @@ def filled(step: fzero.zero.ShardedStep, state: dict[str, Any], seed: int = 0) -
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two trees of plain tensors hold the same bits, and the same other values."""
+    """Return whether two trees of plain tensors hold the same bits, and the same other values."""
     (xs, one), (ys, other) = tree.flatten(a), tree.flatten(b)
     assert one == other, f"{one} is not {other}"
     for x, y in zip(xs, ys, strict=True):

@@ -176,7 +176,7 @@ def test_a_checkpoint_uses_no_pickle(saved, monkeypatch):
 
 
 def test_files_of_a_checkpoint_are_valid_safetensors(saved):
-    """As the format's own library does."""
+    """The format's own library reads them."""
     path, whole = saved
     names = sorted(n for n in os.listdir(path) if n.endswith(".safetensors"))
     ranges = [safetensors.torch.load_file(path / name) for name in names]

@@ -258,7 +258,7 @@ def found_in(path: Path) -> float | None:
 @pytest.mark.parametrize("before", WRITES)
 @pytest.mark.parametrize("after", WRITES)
 def test_a_reader_during_a_write_finds_the_old_model_or_the_new_one_or_none(before, after, tmp_path):
-    """Whenever a write dies: at each operation that changes names. And the next write leaves nothing behind."""
+    """A write dies at each operation that changes names, and the next write leaves nothing behind."""
     n, own = 0, {"config.json": b"{}", "tokenizer.model": b"t", ".hidden": b"h", "model.bin": b"b"}
     while True:
         path = tmp_path / str(n)

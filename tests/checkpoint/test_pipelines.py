@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_pipeline_loads_into_any_other_pipeline(tmp_path_facto
 @examples(6, 30)
 @given(st.integers(2, 6), PLACED, st.booleans())
 def test_all_ranks_together_write_each_block_once(depth, placed, tied):
-    """And no idle slot; each rank's file is as long as what it says is in it."""
+    """No rank writes an idle slot; each rank's file is as long as its header says."""
     loss = placed.loss(depth, split=tp)
     step, state = like_in(placed, loss, params_in(depth, tied))
     layout = local_tree("state", state, step.mesh).layout
@@ -202,7 +202,7 @@ def test_training_resumed_in_another_pipeline_equals_uninterrupted_training(tmp_
 
 
 def test_a_state_that_is_stacked_without_boxes_is_not_taken_for_blocks(tmp_path):
-    """Which blocks are in it is not known: the error says what there is."""
+    """The error lists the leaves, since nothing says which blocks are among them."""
     loss, mesh = loss_of(4), fzero.mesh(pp=2)
     fzero.save(tmp_path, loss.stack(params_of(4), mesh))
     with pytest.raises(

@@ -199,7 +199,7 @@ def test_bool_sums_as_int64():
 
 
 def test_means_of_bools_are_bools():
-    """So that `fzero.collectives.pmean(buffers)` keeps the masks among them."""
+    """`fzero.collectives.pmean(buffers)` thus keeps the masks among them."""
     for x in ([True, False, True], [True, True, True]):
         out = on_ranks(3, fzero.collectives.pmean, torch.tensor(x))
         assert out.tolist() == [all(x)] * 3 and out.dtype == torch.bool

@@ -56,7 +56,7 @@ def state(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
 
 
 def cached(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
-    """What the allocator holds, and what tensors use of it, after `init` of 16 leaves of 12 MB in half precision."""
+    """Return what the allocator holds, and what tensors use, after `init` of 16 half-precision leaves of 12 MB."""
     opt = optim.master_weights(optim.adam(0.1), optim.Precision(torch.bfloat16))
     results = {}
     for stage in range(4):
@@ -73,7 +73,7 @@ def mesh_batch(mesh: fzero.ranks.Mesh) -> dict[str, torch.Tensor]:
 
 
 def batches(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
-    """What a batch's way to the GPU does: pageable, pinned already, on the GPU already."""
+    """Return what a batch's way to the GPU does: pageable, pinned already, on the GPU already."""
     host = mesh_batch(mesh)
     kinds = {"pageable": host, "pinned": {"x": host["x"].pin_memory()}, "there": mesh.device_put(host)}
     results = {}

@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
 
 def without_gpu() -> bool:
-    """Whether this process runs on the CUDA without a GPU."""
+    """Return whether this process runs on the CUDA without a GPU."""
     return "libcudart_log" in os.environ.get("LD_PRELOAD", "")
 
 
@@ -136,7 +136,7 @@ def _translated(event: Any) -> list[Event]:
 
 
 def is_flash_attention(kernel: str) -> bool:
-    """Whether a kernel is one of attention that never holds the matrix of all pairs: flash's or cuDNN's."""
+    """Return whether a kernel is one of attention that never holds the matrix of all pairs: flash's or cuDNN's."""
     return "flash" in kernel or "cudnn" in kernel
 
 

@@ -25,13 +25,13 @@ SECONDS = 900
 
 
 def is_here() -> bool:
-    """Whether this Python has a CUDA build of torch, so that `make cuda` can run."""
+    """Return whether this Python has a CUDA build of torch, so that `make cuda` can run."""
     return torch.version.cuda is not None
 
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether there is a real GPU. This process never loads the CUDA without one."""
+    """Return whether there is a real GPU. This process never loads the CUDA without one."""
     return torch.cuda.is_available()
 
 

@@ -25,7 +25,7 @@ class Collective(NamedTuple):
 
 
 class _Clock:
-    """Which work of which stream each stream, and the host, has waited for."""
+    """The work of each stream that each stream, and the host, has waited for."""
 
     def __init__(self) -> None:
         self.recorded: dict[int, tuple[str, int]] = {}  # each event's stream, and its place in the log
@@ -48,7 +48,7 @@ class _Clock:
         self.awaited[who, stream] = max(until, self.awaited.get((who, stream), -1))
 
     def has_waited(self, who: str, stream: str, place: int) -> bool:
-        """Whether someone has waited for all work that a stream was given up to a place of the log."""
+        """Return whether someone has waited for all work that a stream was given up to a place of the log."""
         return stream == who or self.awaited.get((who, stream), -1) > place
 
 

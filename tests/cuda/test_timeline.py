@@ -21,13 +21,13 @@ def step() -> dict:
 
 
 def test_each_gather_is_issued_before_the_compute_that_hides_it():
-    """But for the first two, and three around the head: earlier they would not fit below the step's peak."""
+    """The first two, and three around the head, are exceptions: earlier they would not fit below the step's peak."""
     gathers = [products for name, products, _ in step()["collectives"] if name.startswith("all_gather")]
     assert sum(products == 0 for products in gathers) <= 5
 
 
 def test_each_reduction_is_awaited_after_the_next_units_compute():
-    """But for the last two, which the norm of all gradients needs, and those of the head and of the last norm."""
+    """Exceptions are the last two, which the norm of all gradients needs, and those of the head and the last norm."""
     reductions = [products for name, products, _ in step()["collectives"] if name.startswith("reduce_scatter")]
     assert sum(products == 0 for products in reductions) <= 4
 

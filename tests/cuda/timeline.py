@@ -18,7 +18,7 @@ LAUNCHES = (*WORK, "copy", "fill")
 
 
 class Span(NamedTuple):
-    """What a stream does from one second to another."""
+    """The work of a stream from one second to another."""
 
     row: str  # "compute" or "collectives"
     name: str
@@ -72,7 +72,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _operation_seconds(f: Any, args: Any, kwargs: Any, out: Any, size: int, hardware: Hardware) -> float:
-    """As `fzero.graph.planning._cost.work_of`; causal attention computes half of all pairs."""
+    """Return the seconds as `fzero.graph.planning._cost.work_of` does; causal attention computes half of all pairs."""
     packet, flops = f.overloadpacket, 0.0
     if packet in flop_formulas():
         flops = flop_formulas()[packet](*with_query_heads(packet, args), **kwargs, out_val=out)

@@ -58,7 +58,7 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.ranks.Mesh) -> None:
 
 @case
 def every_arrangement_equals_unsharded_training(_: fzero.ranks.Mesh) -> None:
-    """And sends, and holds, what the simulations do."""
+    """It also sends and holds what the simulations do."""
     arrangements = [*SMALL.values()]
     few = [(x, STAGES[i % 4]) for i, x in enumerate(arrangements[::4])]
     check_arrangements(either(few, [(x, STAGES[(i + j) % 4]) for i, x in enumerate(arrangements) for j in (0, 2)]))

@@ -284,7 +284,7 @@ def trees_built_differently_are_refused(mesh: fzero.ranks.Mesh) -> None:
 
 @case
 def init_and_partition_take_and_give_whole_leaves(mesh: fzero.ranks.Mesh) -> None:
-    """As the simulation does, bit for bit, and gather is partition's inverse; donated or not."""
+    """They equal the simulation bit for bit, and gather is partition's inverse; donated or not."""
     opt = optim.chain(optim.adamw(1e-2), optim.params_ema(0.9))
     simulated = fzero.mesh(dp=mesh.size, simulate=True)
     few = [(1, True), (3, False)]

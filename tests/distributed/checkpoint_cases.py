@@ -218,7 +218,7 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> No
 
 @case
 def damage_that_one_rank_sees_is_damage_to_all(mesh: fzero.ranks.Mesh) -> None:
-    """And all go back to the checkpoint before."""
+    """All ranks go back to the checkpoint before."""
     with folder(mesh) as path:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), {"w": torch.zeros(65)})
         (old, whole), (new, _) = [filled(step, state, seed) for seed in (0, 1)]

@@ -70,7 +70,7 @@ def files_do_not_know_how_sequences_were_split(_: fzero.ranks.Mesh) -> None:
 
 @case
 def loaded_samples_are_split_into_the_tokens_of_a_global_batch(_: fzero.ranks.Mesh) -> None:
-    """And a loader that gives ranks of the axis other samples is refused."""
+    """A loader that gives ranks of the axis other samples is refused."""
     mesh = fzero.mesh(dp=1, cp=-1)
     n = dict(mesh.shape)["cp"]
     x = torch.arange(8 * n).view(2, 4 * n)

@@ -20,7 +20,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SLURM_", "TOR
 
 
 class Done(NamedTuple):
-    """What a process printed, and its exit code; of a world the code of the first that failed, else 0."""
+    """The output of a process, and its exit code; of a world the code of the first that failed, else 0."""
 
     returncode: int
     stdout: str

@@ -237,7 +237,7 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.ranks.Mesh) -> None:
 
 @slow
 def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
-    """What is not finite is named by the block's number; a profile, metrics, and a checkpoint in memory."""
+    """A non-finite value is named by the block's number; a profile, metrics, and a checkpoint in memory work too."""
 
     def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
         return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)

@@ -48,7 +48,7 @@ def test_ranks_that_cannot_share_the_batch_wait_and_give_the_memory_of_their_hos
 
 
 def test_ranks_leave_after_the_next_saved_step_on_sigterm(tmp_path):
-    """As torchrun tells them when a host joins, and a cluster before it takes a host away."""
+    """torchrun sends it when a host joins, and a cluster before it takes a host away."""
     with agent(tmp_path, "--standalone", "--nproc-per-node=2", slow=0.3, steps=12) as process:
         wait_for(tmp_path, lambda log: any(e.get("step", 0) >= 4 for e in log))
         for pid in [e["pid"] for e in events(tmp_path) if "pid" in e]:

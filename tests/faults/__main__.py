@@ -141,7 +141,7 @@ def flip_a_bit(root: Path, rng: random.Random) -> int | None:
 
 
 class Tally:
-    """What happened, and what should not have."""
+    """The counts of what happened, and of what should not have."""
 
     def __init__(self) -> None:
         self.digests: dict[int, set[str]] = {}
@@ -171,7 +171,7 @@ class Tally:
 
 
 class HostTally:
-    """What came of the faults of hosts, and of elastic runs."""
+    """The results of the faults of hosts, and of elastic runs."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -194,7 +194,7 @@ class HostTally:
 
 
 def same_end(root: Path, rng: random.Random, kills: int) -> bool:
-    """Whether 30 steps on 2 processes end with the same bits with some kills and without any."""
+    """Return whether 30 steps on 2 processes end with the same bits with some kills and without any."""
     ends = []
     for name, n in (("without", 0), ("with", kills)):
         (root / name).mkdir()

@@ -28,7 +28,7 @@ _QUEUE = 0.5  # seconds of packets that a slow link holds; it drops the rest
 
 @dataclass
 class Rule:
-    """What the link does with the packets of one direction.
+    """The treatment of the packets of one direction by the link.
 
     Attributes:
         loss: the share of packets that are lost; 1.0 cuts the link.

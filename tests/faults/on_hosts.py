@@ -95,7 +95,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rank says at its end: when, the kind of its error, its text, and the lost rank."""
+    """A rank's words at its end: when, the kind of its error, its text, and the lost rank."""
 
     rank: int
     time: float
@@ -105,7 +105,7 @@ class Outcome(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
         wrong: what should not have happened; empty if all is well.

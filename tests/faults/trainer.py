@@ -21,7 +21,7 @@ OPT = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.warmup_cosin
 
 
 class Fault(NamedTuple):
-    """What goes wrong in a rank's n-th save: see `KINDS`; a kill at a random moment comes from outside."""
+    """The fault in a rank's n-th save: see `KINDS`; a kill at a random moment comes from outside."""
 
     kind: str
     rank: int = 0
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a world is started."""
+    """The way in which a world is started."""
 
     processes: int
     simulated: int  # ranks in its one process; 0 for a rank a process

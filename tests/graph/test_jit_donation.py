@@ -93,7 +93,7 @@ def test_memory_shared_with_a_donated_argument_is_an_error():
 
 @pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_init_and_gather_give_memory_of_their_own(stage):
-    """What the user keeps, the initial parameters or a gathered best, no later step overwrites."""
+    """No later step overwrites what the user keeps: the initial parameters, or a gathered best."""
     opt, mine = optim.sgd(0.1), mlp_params()
     step = fzero.jit(
         fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST

@@ -255,7 +255,7 @@ def test_a_plan_says_the_answer_first_and_folds_blocks():
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches,stage", cases([(2, 3)], itertools.product((1, 2), ALL_STAGES)))
 def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(stage, micro_batches):
-    """As they are when the step is traced: the last product of the loss is forward, and the first of a gradient not."""
+    """The trace tells them apart: the last product of the loss is forward, and the first of a gradient not."""
     plan = planned("A", stage, micro_batches)
     of = [o.phase for o in plan.operations]
     products = [o.phase for o in plan.operations if o.target == "aten.mm.default"]

@@ -49,7 +49,7 @@ def train_step_for(model: nn.Module, opt: Any, loss: Any = loss_of, **options: A
 
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks_with_adams_usual_eps_train_as_one(name):
-    """Which scales the rounding errors of small gradients up: measured, 6e-13; 3e-12 where the exact gradient is 0."""
+    """It scales up the rounding errors of small gradients: measured, 6e-13; 3e-12 where the exact gradient is 0."""
     opt = optim.adamw(1e-2, weight_decay=0.1)
     train_step, params = train_step_for(built(name, "eager"), opt)
     assert_equivalent(train_step, params, opt, MODELS[name].batches(), [3], [4], rtol=1e-10)

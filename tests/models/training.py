@@ -16,7 +16,7 @@ RATE = 1e-2
 
 
 class Trained(NamedTuple):
-    """What training gives: the parameters and buffers at the end, and the loss of each step."""
+    """The results of training: the parameters and buffers at the end, and the loss of each step."""
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]

@@ -38,7 +38,7 @@ KILLED, SURVIVED, NOT_APPLICABLE = "killed", "survived", "not applicable"
 
 
 class Verdict(NamedTuple):
-    """What became of a fault, and which test killed it; else what was seen instead."""
+    """The end of a fault, and the test that killed it; else what was seen instead."""
 
     mutant: Mutant
     outcome: str

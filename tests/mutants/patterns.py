@@ -16,7 +16,7 @@ Syntax = ast.AST | list | str | None
 
 
 class Match(NamedTuple):
-    """What the letters of a pattern stand for, and what its `...` do, in their order."""
+    """The code that the letters of a pattern stand for, and that its `...` stand for, in their order."""
 
     letters: dict[str, ast.AST | str]
     gaps: tuple[list[ast.AST], ...] = ()

@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     @property
     def of_entry(self) -> bool:
-        """Whether the place stands for an entry of a dictionary: the key does."""
+        """Return whether the place stands for an entry of a dictionary: the key does."""
         return isinstance(self.above[-1], ast.Dict) and self.field == "keys" and self.index is not None
 
     def put(self, new: Sequence[ast.AST]) -> None:

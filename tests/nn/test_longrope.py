@@ -127,7 +127,7 @@ def test_split_sequences_choose_frequencies_by_the_longest_position_of_all_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 16])
 def test_longrope_split_into_blocks_equals_the_whole(length):
-    """As `fzero.nn.pipeline` splits it: the angles are computed once a batch, beside the blocks."""
+    """`fzero.nn.pipeline` splits it so: the angles are computed once a batch, beside the blocks."""
     model, tokens = longrope().eval(), batch_of(0, length)["tokens"]
     expected = model(input_ids=tokens).logits
     assert run(*split_module(model), {"input_ids": tokens}).logits.equal(expected)

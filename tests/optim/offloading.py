@@ -152,7 +152,7 @@ def train_step_of(optimizer: Any, row: Row, micro_batches: int = 1, loss: Any = 
 
 
 class Way(NamedTuple):
-    """How to train: `n` ranks, or 0 for no mesh."""
+    """A way to train: `n` ranks, or 0 for no mesh."""
 
     stage: int = 2
     n: int = 2

@@ -56,7 +56,7 @@ def test_clip_by_expert_on_any_mesh_equals_dense_training(mesh, stage, capacity,
 
 
 def test_clip_by_expert_works_beside_tensor_parallel_leaves():
-    """What is split along another dimension is summed over its ranks."""
+    """The norm of a leaf that is split along another dimension is summed over its ranks."""
     grads = two_layers()
     expected = optim.clip_by_expert(1.0).update(grads, ())[0]
     dims = {"up": 2, "bias": 1, "down": 1}

@@ -40,7 +40,7 @@ def dataset(count: int) -> TensorDataset:
 
 @dataclasses.dataclass
 class Run:
-    """What a loop saw: the losses of its steps, norms and rates; predictions of all processes; and the weights."""
+    """The records of a loop: the losses of its steps, norms and rates; all processes' predictions; and the weights."""
 
     losses: list[float]
     norms: list[float]

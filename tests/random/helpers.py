@@ -11,7 +11,7 @@ from fzero import PerRank, optim, random
 
 
 def masks(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What a rank draws: in several ways, and of several sizes."""
+    """Return a rank's draws: in several ways, and of several sizes."""
     return F.dropout(x, 0.5) + torch.randn(x.shape) + F.dropout1d(x[None], 0.5)[0] * torch.rand_like(x)
 
 

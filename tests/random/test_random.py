@@ -25,7 +25,7 @@ seeds = st.integers(-(2**70), 2**70)
 
 
 def sigmas(x: torch.Tensor, mean: float, variance: float) -> float:
-    """How many standard deviations the mean of x lies beside the expected one."""
+    """Return how many standard deviations lie between the mean of x and the expected one."""
     return abs(x.double().mean().item() - mean) * math.sqrt(x.numel() / variance)
 
 
@@ -358,7 +358,7 @@ def test_a_nested_function_has_its_own_key():
 
 
 def test_a_rematerialised_block_repeats_its_draws():
-    """As rematerialisation does, with the key as an argument."""
+    """Rematerialisation runs a block again, with the key as an argument."""
     assert _seeded.next_key() is None
     block = lambda x: F.dropout(x, 0.5)  # noqa: E731
 

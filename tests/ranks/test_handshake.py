@@ -59,7 +59,7 @@ def outcome(store: Any, rank: int, size: int, timeout: float, late: float = 0.0)
 
 
 def meet(stores: Any, ranks: list[int], size: int, timeout: float = 30.0, late: Any = None) -> list[Any]:
-    """What each of these ranks gets, all at the same time, in one store or each in its own connection to it."""
+    """Return what each of these ranks gets, all at the same time, in one store or each in its own connection to it."""
     stores, waits = stores if isinstance(stores, list) else [stores] * len(ranks), late or {}
     with ThreadPoolExecutor(len(ranks)) as pool:
         each = zip(stores, ranks, strict=True)

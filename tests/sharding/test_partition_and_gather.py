@@ -357,7 +357,7 @@ def test_tied_leaves_are_one_parameter_and_stay_tied(stage, n, k):
 
 
 def test_trees_whose_leaves_alternate_are_refused():
-    """Which shard a slot belongs to could not be told: {"a": (p, average of p), "b": ...}."""
+    """Nothing would tell which shard a slot belongs to: {"a": (p, average of p), "b": ...}."""
     mesh = fzero.mesh(dp=2)
 
     def program(params: Any) -> Any:

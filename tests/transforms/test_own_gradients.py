@@ -144,7 +144,7 @@ def test_batch_argnums_is_required_when_a_differentiated_box_may_be_the_batch():
 
 
 def test_a_planned_rank_knows_arguments_that_arrived_in_a_box():
-    """As one rank of a planned world: its argument, or a view of it, and not what the step makes of it."""
+    """It knows its argument, or a view of it, as one rank of a planned world does, not what the step makes of it."""
     mesh, opt = fzero.mesh(dp=2), optim.sgd(0.1)
 
     def step_of(box: Any) -> Any:

@@ -37,7 +37,7 @@ def deep_inputs(layers: int) -> Any:
 
 
 def growth(peak: Any) -> float:
-    """How many block inputs a layer costs."""
+    """Return how many block inputs a layer costs."""
     small, large = (peak(*deep_inputs(layers)) for layers in (4, 12))
     return (large - small) / 8 / UNIT
 

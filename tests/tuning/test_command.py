@@ -40,7 +40,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """What a command writes."""
+    """Return the files that a command writes."""
     folder = tmp_path_factory.mktemp("planned")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", TINY_ONE)

@@ -53,7 +53,7 @@ def parallel_params() -> dict[str, Any]:
 
 
 def parts(path: str, leaf: torch.Tensor) -> dict[str, int] | None:
-    """How the leaves of `parallel_params` are split: columns, rows, experts."""
+    """Return how the leaves of `parallel_params` are split: columns, rows, experts."""
     if path.startswith("experts"):
         return {"ep": 0} if "ep" in fzero.axes.axis_names() else None
     if "tp" in fzero.axes.axis_names():

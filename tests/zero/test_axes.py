@@ -222,7 +222,7 @@ AT = [*zip(SOME, (3, 2, 1, 0), strict=True)]
 
 @pytest.mark.parametrize("name,stage", cases(AT, itertools.product(SOME, ALL_STAGES)))
 def test_bytes_and_elements_on_several_axes_follow_the_formulas(name, stage):
-    """What a rank holds and moves, by the formulas of each unit's own ranks; the same in both simulations."""
+    """A rank holds and moves what the formulas of each unit's own ranks say; the same in both simulations."""
     axes, options = ARRANGEMENTS[name]
     opt = optim.sgd(0.1, momentum=0.9)
     params = parallel_params()

@@ -99,7 +99,7 @@ def test_init_with_donate_takes_over_the_leaves(values, stage, units, tie):
 
 
 def test_init_with_donate_copies_views():
-    """What others still see, and what overlaps, is no result's own."""
+    """No result is made of memory that others still see, or that overlaps."""
     flat, wide = torch.arange(6.0), torch.ones(1, 3).expand(2, 3)
     values = {"a": flat[:2], "b": flat[2:], "wide": wide, "same": flat[2:]}
     step = step_on(0)
@@ -119,7 +119,7 @@ def step_elsewhere(stage: int, ranks: int = 8) -> fzero.zero.ShardedStep:
 @pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize("how", ["function", "donated", "kept"])
 def test_init_makes_no_second_copy_of_all_parameters(how, stage):
-    """What init adds at its peak: of parameters P, state S in a rank's layout, one leaf, shards for the optimizer."""
+    """Its peak adds parameters P, state S in a rank's layout, one leaf, and shards for the optimizer."""
     width, layers, ranks = 64, 12, 8
     leaf, psi = width * width * 4, layers * width * width * 4
 

@@ -97,7 +97,7 @@ def test_uncounted_writes_give_unsharded_numbers_or_raise(stage):
 @pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 @pytest.mark.parametrize("write", list(WRITES))
 def test_jit_refuses_in_place_writes_at_every_stage(write, stage):
-    """As one rank of a world; torch.vmap refuses some by itself."""
+    """One rank of a world refuses them too; torch.vmap refuses some by itself."""
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(writing(write), stage=stage, mesh=mesh)
     arguments = (*step.init(PARAMS, OPT), mesh.split(X))

@@ -172,7 +172,7 @@ def test_recast_is_forced_by_its_option():
 
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
 def test_recast_is_a_candidate_where_it_lowers_the_peak(beside, tried):
-    """Not where the peak is that of another value."""
+    """It is none if the peak is that of another value."""
     result = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
     assert {c.pass_settings.recast for c in result} == ({False, True} if tried else {False})
 

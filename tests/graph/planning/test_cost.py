@@ -137,7 +137,7 @@ def planned_seconds(f: Any, *args: torch.Tensor, hardware: Hardware = FUSING, ba
 @examples(15, 60)
 @given(st.lists(st.sampled_from((torch.sin, torch.exp, torch.abs)), min_size=1, max_size=5), st.integers(1, 3))
 def test_a_fused_kernel_reads_each_operand_once_and_writes_its_result(chain, operands):
-    """And is launched once; unfused, each operation reads and writes."""
+    """It is launched once; unfused, each operation reads and writes."""
 
     def f(*xs: torch.Tensor) -> torch.Tensor:
         y = sum(xs[1:], xs[0] * 2) + xs[0]

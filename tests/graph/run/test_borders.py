@@ -225,7 +225,7 @@ def test_a_view_of_an_operand_with_other_strides_runs_as_a_reshape():
 
 
 def test_a_kernel_result_with_unexpected_strides_does_not_fail_the_step():
-    """As oneDNN does with a convolution's gradients, uncompiled too: a view is a reshape there."""
+    """oneDNN returns such strides for a convolution's gradients, uncompiled too: a view is a reshape there."""
     graph = traced(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
     x = torch.arange(6.0).view(3, 2).t()
     assert torch.equal(run_operations(graph)([x])[0], x.reshape(-1) + 1)

@@ -110,7 +110,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
     lengths=st.lists(st.integers(5, 40), min_size=5, max_size=5, unique=True),
 )
 def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
-    """And from the fourth length on nothing is compiled anew: three tell all numbers."""
+    """From the fourth length on nothing is compiled anew: three tell all numbers."""
     cache, count = Lengths(), 0
 
     def counted(*args: Any) -> Any:

@@ -40,7 +40,7 @@ def test_a_cast_to_a_wider_dtype_and_back_is_removed(name):
 
 @pytest.mark.parametrize("micro_batches,units", [(1, 2), (4, 5)])
 def test_a_gather_in_half_precision_has_no_copy_of_the_shard(micro_batches, units):
-    """Whose gradient is summed in float32: a rank holds its shards once, though each unit is gathered twice."""
+    """Its gradient is summed in float32: a rank holds its shards once, though each unit is gathered twice."""
     policy = fzero.Precision(param=HALF)
     opt = optim.master_weights(optim.adam(1e-3), policy)
 

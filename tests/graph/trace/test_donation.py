@@ -160,7 +160,7 @@ def test_an_argument_that_shares_memory_with_another_tensor_is_refused_for_donat
 
 
 def test_memory_that_another_thread_releases_at_once_is_donated():
-    """As a thread of gloo does, after the wait for a collective has returned."""
+    """A thread of gloo does so after the wait for a collective has returned."""
     f, x = fzero.jit(lambda x: x + 1, donate=0, backend="fx"), torch.ones(3)
     held = [x.detach()]
     thread = threading.Timer(0.02, held.clear)
@@ -205,7 +205,7 @@ def test_an_unchanged_argument_may_be_shared(name, held, backend):
 
 
 def test_an_unchanged_argument_may_overlap_an_argument_that_is_read():
-    """And not one that is written into."""
+    """It may not overlap one that is written into."""
     buffer = torch.arange(4.0)
     f = fzero.jit(lambda p, x: {"a": p["a"], "b": p["b"] + x.sum()}, donate=0, backend="fx")
     new = f({"a": buffer[:2], "b": torch.zeros(())}, buffer)

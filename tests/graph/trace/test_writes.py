@@ -184,7 +184,7 @@ def test_linearize_jits_or_says_why_it_cannot():
 
 
 def test_a_copy_of_a_captured_tensor_may_be_written_into():
-    """As batch_norm writes into its running statistics, which `fzero.nn.functional` has copied."""
+    """batch_norm writes so into its running statistics, which `fzero.nn.functional` has copied."""
     mean, var = torch.randn(3), torch.rand(3)
     before = mean.clone()
 

@@ -16,7 +16,7 @@ from tests.helpers import LEAST, examples
 @examples(20, 100)
 @given(st.integers(1, 3), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2]), st.booleans())
 def test_each_rank_holds_the_tokens_of_its_positions(dp, n, half, dim, first):
-    """And each token lies on one rank; an axis "tp" shares its tokens; cp may stand before dp or after it."""
+    """Each token lies on one rank; an axis "tp" shares its tokens; cp may stand before dp or after it."""
     mesh = fzero.mesh(**({"cp": n, "dp": dp} if first else {"dp": dp, "cp": n}), tp=2)
     shape = [2 * dp, 5, 5]
     shape[dim] = length = 2 * n * half
@@ -135,7 +135,7 @@ def test_wrong_batches_are_refused_by_leaf():
 @examples(15, 60)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.data())
 def test_tokens_of_loaded_samples_are_split_as_those_of_a_global_batch(dp, n, half, first, draw):
-    """As `fzero.data.batches` loads them, on a simulated mesh and on each rank in lockstep, with padding."""
+    """`fzero.data.batches` loads such samples; a simulated mesh and each rank in lockstep split them, with padding."""
     mesh = fzero.mesh(**({"cp": n, "dp": dp} if first else {"dp": dp, "cp": n}))
     length = 2 * n * half - draw.draw(st.integers(0, 1))
     x = torch.arange(2 * dp * length * 3).view(2 * dp, length, 3)

@@ -37,7 +37,7 @@ FEW_EXPERTS = [
 
 @pytest.mark.parametrize("axes,method,over,stage,simulate", cases(FEW_EXPERTS, EXPERT_CASES))
 def test_experts_may_lie_along_their_own_axis_or_that_of_tokens(axes, method, over, stage, simulate):
-    """And a balance loss of each sequence is that of whole ones."""
+    """The balance loss of each sequence is that of whole ones."""
     sizes, axis = axes
     mesh = fzero.mesh(**sizes, simulate=simulate)
     train_step = train_step_for(expert_loss(method, axis, over), OPT)

@@ -151,7 +151,7 @@ def test_labels_are_shifted_before_they_are_split():
 
 
 def test_dropout_of_attention_across_ranks_draws_by_key():
-    """As any draw of a seeded function, by a key for each rank: and so it depends on the number of ranks."""
+    """It draws as any seeded function does, by a key for each rank: so it depends on the number of ranks."""
     model = model_of("LlamaForCausalLM", attention_dropout=0.3).train()
     apply, params, buffers = fzero.nn.functional(model, context="cp")
     mesh, tokens = fzero.mesh(cp=2), batch_of(0)["tokens"]

@@ -102,7 +102,7 @@ def test_under_vmap_each_sample_of_a_grouped_product_has_its_own_offsets():
 
 
 def test_a_plan_counts_the_flops_of_grouped_products():
-    """That of the rows which even routing gives, not of the room for all."""
+    """The rows are those that even routing gives, not the room for all."""
     graph = make_fx(lambda x, w, offsets: moe.grouped_mm(x, w, offsets, expected_rows=10), tracing_mode="fake")(
         torch.ones(40, 8), torch.ones(4, 8, 16), torch.tensor([1, 2, 3, 4])
     ).graph

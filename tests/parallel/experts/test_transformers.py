@@ -126,7 +126,7 @@ def test_the_split_rule_refuses_experts_of_another_implementation():
     "name", ["glm4_moe", "ernie4_5_moe", "minimax", "flex_olmo", "granitemoe", "nemotron_h", "jamba"]
 )
 def test_expert_parallelism_of_further_families_equals_their_own_experts(name):
-    """Whichever the registry serves; experts without gates (nemotron_h) too."""
+    """The registry serves all of them; experts without gates (nemotron_h) too."""
     MODELS.setdefault(name, {**LATENT, **GROUPS, "n_group": 1, "head_dim": 8, "eos_token_id": None})
     RTOL[name] = 1e-6
     test_expert_parallelism_has_the_numbers_of_the_models_own_experts(name)

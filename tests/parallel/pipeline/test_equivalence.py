@@ -115,7 +115,7 @@ def _through(params: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
-    """As a mixture's blocks do, which add to a loss of their own along the way."""
+    """A mixture's blocks do so: they add to a loss of their own along the way."""
 
     def begin(rest: Any, batch: Any) -> Any:
         return {"x": first(rest, batch), "loss": torch.zeros((), dtype=torch.float64)}

@@ -212,7 +212,7 @@ def wide_block(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def held(parts: Any) -> list[torch.Tensor]:
-    """What waits for the backward pass, of each micro-batch in flight."""
+    """Return the values that wait for the backward pass, of each micro-batch in flight."""
     from fzero.graph.ir import graph_results, stand_ins_of
 
     made = [(what, n) for part in parts for what, n in zip(part.outputs, graph_results(part.graph), strict=True)]

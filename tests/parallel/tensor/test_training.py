@@ -51,7 +51,7 @@ def test_adafactor_on_parts_of_leaves_is_adafactor_on_whole_leaves(mesh, stage):
 
 @pytest.mark.slow
 def test_a_plan_names_the_layers_whose_activations_are_summed():
-    """And not the loss, which is a number."""
+    """It does not name the loss, which is a number."""
     mesh, params = fzero.mesh(dp=2, tp=2), params_of(False)
     step = fzero.shard(train_step_for(loss_for(False, False), OPT), 2, mesh, axis="dp", split=SPLIT)
     plan = fzero.plan(step, *step.init(params, OPT), mesh.split(BATCHES[0], "dp"))

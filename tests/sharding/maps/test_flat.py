@@ -69,7 +69,7 @@ def test_fake_tensors_are_viewed_as_flat_buffers_like_real_ones(shapes, front, b
 
 
 def test_an_executor_flattens_with_no_memory_but_the_results():
-    """What a plan counts: the values of the graph's nodes, and nothing beside them."""
+    """Its memory is what a plan counts: the values of the graph's nodes, and nothing beside them."""
 
     def step(x: torch.Tensor) -> list[torch.Tensor]:
         return [flatten_leaves([(x + 1).t(), (x + 2).t()], 0, 0)]

@@ -122,7 +122,7 @@ def test_a_tie_is_in_one_unit(params, least, threshold):
 
 @pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_training_does_not_depend_on_the_units(stage):
-    """And each unit of the rule is gathered by itself."""
+    """Each unit of the rule is gathered by itself."""
     params = mlp_params()
     rule = fzero.sharding.by_size(params, 8, 60)
     assert [row.name for row in rule.table] == ["blocks.0", "blocks.1 to scale", "head"]

@@ -96,7 +96,7 @@ def test_a_repaired_host_loses_no_work():
 
 
 def test_a_run_stands_still_without_its_only_replica():
-    """Whether the devices that a failure takes away are all of them, or a few more than they are."""
+    """The devices that a failure takes away are all of them, or a few more than they are."""
     for devices in (8, 12):
         what_fails = Reliability(devices * 24 * HOUR, save=0, detection=0, restart=0, repair=24 * HOUR, devices_lost=16)
         result = tuning.goodput(1.0, devices, what_fails, every=1, days=3000, samples=4)

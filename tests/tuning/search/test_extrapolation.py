@@ -50,7 +50,7 @@ def test_an_extrapolated_row_equals_the_fully_planned_one(data, count, step, dee
 
 
 def test_an_operation_within_the_logits_in_one_model_alone_proves_nothing():
-    """As a tied model of 80 blocks, which two models of 4 and 5 blocks told 283.7 GB, and a third 54.8."""
+    """Of a tied model of 80 blocks, models of 4 and 5 blocks told 283.7 GB, and a third 54.8."""
     models = {n: summary(lines(n, {"gather": 1.0, "loss": 2.0}, {"gather": 5, "loss": 0}), n) for n in (4, 5, 6, 7)}
     assert extrapolate_line({n: models[n] for n in (4, 5, 6)}, 80) is None
     row = extrapolate_line({n: models[n] for n in (5, 6, 7)}, 80)

@@ -96,7 +96,7 @@ def without_threads() -> None:
 
 
 def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, caplog):
-    """As after a backward pass on a build of torch for GPUs: there autograd's threads are lost in the fork."""
+    """After a backward pass on a build of torch for GPUs, autograd's threads are lost in the fork."""
     monkeypatch.setattr(_search, "_differentiate", without_threads)
     with _search.open_pool(3, lambda value: (value, os.getpid())) as start:
         assert [start(i).result() for i in range(4)] == [(i, os.getpid()) for i in range(4)]
