@@ -12,10 +12,12 @@ from fzero.axes._bound_axes import (
     axis_size,
     bound_axes,
     bound_axis,
+    in_mesh_order,
     index_on,
     join_axes,
     loss_axes,
     resolve_axes,
+    resolve_shard_axes,
 )
 from fzero.axes._replicated import (
     DiffersByRankError,
@@ -112,6 +114,7 @@ INTERNAL = [
     "differs_message",
     "in_lockstep",
     "in_loss",
+    "in_mesh_order",
     "index_on",
     "is_lockstep",
     "join_axes",
@@ -122,6 +125,7 @@ INTERNAL = [
     "micro_batch",
     "rendezvous",
     "resolve_axes",
+    "resolve_shard_axes",
     "rules_in",
     "sequence_lengths",
     "tokens_axis",

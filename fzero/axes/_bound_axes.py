@@ -17,10 +17,12 @@ __all__ = [
     "axis_size",
     "bound_axes",
     "bound_axis",
+    "in_mesh_order",
     "index_on",
     "join_axes",
     "loss_axes",
     "resolve_axes",
+    "resolve_shard_axes",
 ]
 
 
@@ -68,27 +70,58 @@ def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
     if not SCOPES.stack:
         return ()
     axes = SCOPES.stack[-1].axes
-    if axes.default is not None:
-        return tuple([bound_axis(name) for name in axes.default])
-    if len(axes.each) > 1:
+    if axes.default is None and len(axes.each) > 1:
         names = [a.name for a in axes.each]
         raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis, such as axis={names[0]!r}")
-    return axes.each
+    return loss_axes()
+
+
+def resolve_shard_axes(axis: AxisName) -> tuple[Axis, ...]:
+    """Return the bound axes that shard trees, the one that divides a unit first: `axis`, or those of the running step.
+
+    Batches are split in the order of the mesh, and units in the order that the user gave.
+
+    Raises:
+        ValueError: if an axis is not bound, or if `None` is ambiguous.
+    """
+    default = SCOPES.stack[-1].axes.default if SCOPES.stack else None
+    return resolve_axes(default if axis is None else axis)
+
+
+def in_mesh_order(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Sort axes as the mesh names them: a sum over several runs over the group of their product only in this order."""
+    return tuple([a for a in bound_axes() if a.name in [x.name for x in axes]])
 
 
 def join_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """Return the axes that a collective over `axes` runs over, the slowest first.
 
-    If there is a group of their product, it is one axis that stands for all. Else the collective runs over one axis
-    after the other, and the first one is recorded for all.
+    Axes in the mesh's order are one axis that stands for all, if there is a group of their product. Without the group,
+    as in a simulation, the collective runs over one axis after the other, and the first one is recorded for all.
+
+    Axes in another order, such as `("dp", "host")` of `mesh(host=2, dp=8)`, stay apart: the collective runs over the
+    hosts alone, and then within a host.
     """
+    positions = {a.name: i for i, a in enumerate(bound_axes())}
+    joined: list[Axis] = []
+    run: list[Axis] = []
+    for axis in axes:
+        if run and positions[axis.name] < positions[run[-1].name]:
+            joined += _join_run(run)
+            run = []
+        run.append(axis)
+    return (*joined, *_join_run(run))
+
+
+def _join_run(axes: Sequence[Axis]) -> list[Axis]:
+    """Join axes that are in the mesh's order."""
     if len(axes) < 2:
-        return tuple(axes)
+        return list(axes)
     name = ",".join([a.name for a in axes])
     for a in SCOPES.stack[-1].axes.joint if SCOPES.stack else ():
         if a.name == name:
-            return (a,)
-    return (axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]])
+            return [a]
+    return [axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]]]
 
 
 def axis_names() -> tuple[str, ...]:
@@ -121,9 +154,9 @@ def axis_if_bound(axis: str) -> tuple[str, ...]:
 
 
 def loss_axes() -> tuple[Axis, ...]:
-    """List the axes whose ranks add to one loss: those of the running step, else all bound axes."""
+    """List the axes whose ranks add to one loss, in the mesh's order: those of the step, else all bound axes."""
     axes = SCOPES.stack[-1].axes if SCOPES.stack else Axes()
-    return axes.each if axes.default is None else tuple([bound_axis(name) for name in axes.default])
+    return axes.each if axes.default is None else in_mesh_order([bound_axis(name) for name in axes.default])
 
 
 def averaged_axes() -> tuple[str, ...]:

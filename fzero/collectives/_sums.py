@@ -21,7 +21,7 @@ import torch
 from fzero import tree
 from fzero._torch import c10d
 from fzero._torch.types import Tensors
-from fzero.axes import Axis, AxisName, Binding, axis_size, join_axes, resolve_axes
+from fzero.axes import Axis, AxisName, Binding, axis_size, in_mesh_order, join_axes, resolve_axes
 from fzero.collectives import gloo
 from fzero.collectives._check_copies import note_call
 from fzero.collectives._table import (
@@ -201,6 +201,11 @@ add_rows(
 )
 
 
+def _summed_axes(axis: AxisName) -> tuple[Axis, ...]:
+    """Return the axes that a sum runs over. Their order means nothing, so one group may stand for all."""
+    return join_axes(in_mesh_order(resolve_axes(axis)))
+
+
 def psum(x: Tree, axis: AxisName = None) -> Tree:
     """Sum a tensor, or each tensor of a tree, over the ranks of `axis`.
 
@@ -221,7 +226,7 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(dp=4).spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("dp"), "dp"))()
         tensor(6)
     """
-    axes = join_axes(resolve_axes(axis))
+    axes = _summed_axes(axis)
 
     def total(path: str, leaf: Any) -> torch.Tensor:
         return note_call("psum", axes, apply_along("psum", _as_number(path, leaf), axes, NoOptions()))
@@ -234,7 +239,7 @@ def start_psum(x: torch.Tensor, axis: AxisName) -> torch.Tensor:
 
     On processes it returns while the sum is under way.
     """
-    return apply_along("start_psum", x, join_axes(resolve_axes(axis)), NoOptions())
+    return apply_along("start_psum", x, _summed_axes(axis), NoOptions())
 
 
 def start_all_gather(x: torch.Tensor, axis: str) -> torch.Tensor:
@@ -260,7 +265,7 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
         ... )
         tensor(3.)
     """
-    axes, n = join_axes(resolve_axes(axis)), axis_size(axis)
+    axes, n = _summed_axes(axis), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
         x = _as_number(path, leaf)
@@ -391,7 +396,7 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(tp=2).spmd(torch.func.grad(f))(x, w)
         tensor([4., 6.])
     """
-    axes = join_axes(resolve_axes(axis))
+    axes = _summed_axes(axis)
     return tree.map_with_path(
         lambda path, leaf: apply_along("pvary", check_tensor(path, leaf), axes, NoOptions()), x, tree.is_box
     )
@@ -420,7 +425,7 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(tp=2).spmd(lambda x: fzero.collectives.psum_invariant(x, "tp"))(x)
         tensor(3.)
     """
-    axes = join_axes(resolve_axes(axis))
+    axes = _summed_axes(axis)
     return tree.map_with_path(
         lambda path, leaf: apply_along("psum_invariant", _as_number(path, leaf), axes, NoOptions()), x, tree.is_box
     )

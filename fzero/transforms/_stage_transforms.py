@@ -28,7 +28,7 @@ from fzero.axes import (
     current_rules,
     join_axes,
     layout_rules,
-    resolve_axes,
+    resolve_shard_axes,
 )
 from fzero.collectives import psum
 from fzero.optim import OptimizerLike, OptState, Params, Updates, apply_updates, check_has_method
@@ -105,7 +105,7 @@ def partition(
     check_choice("reduce_grads", reduce_grads, ("each", "once"))
     if not bound_axes():
         return params
-    axes = resolve_axes(axis)
+    axes = resolve_shard_axes(axis)
     _check_unsharded(params)
     arg_rules, step_rules = layout_rules(units, over, split), current_rules()
     rules = step_rules._replace(units=arg_rules.units or step_rules.units, over=arg_rules.over or step_rules.over)

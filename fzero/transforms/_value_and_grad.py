@@ -14,7 +14,7 @@ from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, without_autocast_cache
 from fzero._torch.levels import differentiates_now, in_transform, is_differentiated
 from fzero._tracebacks import api_boundary
-from fzero.axes import Axis, AxisName, bound_axes, in_lockstep, in_loss, join_axes, resolve_axes
+from fzero.axes import Axis, AxisName, bound_axes, in_lockstep, in_loss, in_mesh_order, join_axes, resolve_axes
 from fzero.collectives import mark_invariant, psum
 from fzero.graph import loop
 from fzero.optim import Precision, mark_role
@@ -261,7 +261,7 @@ class _Opened:
 
 def _open(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) -> _Opened:
     """Take the arguments of a call out of their boxes. Those that are not differentiated are gathered with `gather`."""
-    axes = resolve_axes(options.axis)
+    axes = in_mesh_order(resolve_axes(options.axis))
     batch = find_micro_batches(args, options.nums, options.batch_argnums, options.micro_batches)
     arguments = {
         i: open_argument(

@@ -41,7 +41,9 @@ def shard(
         stage: the ZeRO stage, 0 to 3. It determines the sharded trees: see `ShardedStep.layout`.
         mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
         axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
-            gradients are averaged over them, and units are sharded over them.
+            gradients are averaged over them, and units are sharded over them. The first axis divides a unit, the next
+            its parts. So `axis=("dp", "host")` on `mesh(host=2, dp=8)` gathers units over the hosts once a step, then
+            within a host.
         param_argnums: the position, or positions, of the arguments that are parameters. At stages 1 and 2 the results
             at the same positions are gathered.
         units: a rule `(path, leaf) -> unit name`: leaves with one name are gathered together. The name `None` keeps a

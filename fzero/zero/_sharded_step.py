@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -40,24 +40,6 @@ from fzero.zero._unit_buffers import in_unit_buffers
 __all__ = ["ShardedStep"]
 
 
-# What DeepSpeed's engine and FSDP's modules have, and a step has not.
-_ELSEWHERE = {
-    "backward": "fzero.value_and_grad(loss_fn)(params, batch) takes gradients, within train_step",
-    "step": "a call of it updates: params, opt_state, loss = step(params, opt_state, batch)",
-    "zero_grad": "gradients are values, and nothing has to be cleared",
-    "forward": "fzero.evaluate(step, f) and fzero.predict(step, f) run a model",
-    "train": "give the module its mode before fzero.nn.functional(module)",
-    "eval": "give the module its mode before fzero.nn.functional(module); fzero.evaluate(step, f) evaluates",
-    "module": "parameters are arguments and results: step.gather(params) makes them full",
-    "parameters": "parameters are arguments and results: step.gather(params) makes them full",
-    "named_parameters": "parameters are arguments and results: step.gather(params) makes them full",
-    "state_dict": "step.gather(params) makes full tensors, and fzero.save(path, values, mesh) saves them in any layout",
-    "load_state_dict": "step.partition(params) shards full tensors, fzero.load(path, like, mesh) loads a checkpoint",
-    "save_checkpoint": "fzero.save(path, values, mesh)",
-    "load_checkpoint": "fzero.load(path, like, mesh)",
-}
-
-
 @dataclass(frozen=True)
 class ShardedStep:
     """A train step on a mesh, returned by `fzero.shard`. Call it like the unsharded step.
@@ -66,8 +48,8 @@ class ShardedStep:
         train_step: the unsharded step.
         stage: the number of the ZeRO stage.
         mesh: the ranks.
-        axis: the data-parallel axes. Losses are averaged and units sharded over them. The batch is split over them,
-            except over a pipeline's axis.
+        axis: the data-parallel axes. Losses are averaged and units sharded over them, and their order is that of a
+            unit's parts. The batch is split over them, except over a pipeline's axis.
         param_argnums: the positions of the parameters among the arguments.
         rules: the rules for layouts: the arguments `units`, `over` and `split` of `fzero.shard`.
         check: whether a distributed run compares replicated values between ranks: "first", True, False or a `Rerun`.
@@ -89,8 +71,9 @@ class ShardedStep:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes over which a batch is split: `axis` without a pipeline's axis, whose ranks share one batch."""
-        return tuple([name for name in self.axis if name not in self.rules.pipeline_axes])
+        """The axes over which a batch is split, in the mesh's order: `axis` without the axis of a pipeline."""
+        batch_axes = set(self.axis).difference(self.rules.pipeline_axes)
+        return tuple([name for name in self.mesh.axis_names if name in batch_axes])
 
     @property
     def name(self) -> str:
@@ -181,14 +164,6 @@ class ShardedStep:
         """Make a rank program of `f` that runs on the step's mesh, with the step's axes and rules as defaults."""
         check_callable("f", f, "a function that each rank runs, as in step.program(f)(params, batch)")
         return Spmd(self.mesh, f, self.axis, self.rules)
-
-    if not TYPE_CHECKING:  # a type checker finds a missing name itself
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise an AttributeError that says what a step has in place of an engine's or a module's methods."""
-            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
-            raise AttributeError(message, name=name, obj=self)
 
     def on_mesh(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""

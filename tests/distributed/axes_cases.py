@@ -61,6 +61,7 @@ def every_arrangement_equals_unsharded_training(_: fzero.ranks.Mesh) -> None:
     """It also sends and holds what the simulations do."""
     arrangements = [*SMALL.values()]
     few = [(x, STAGES[i % 4]) for i, x in enumerate(arrangements[::4])]
+    few.append((SMALL["the hosts gathered first"], (3, 2)))
     check_arrangements(either(few, [(x, STAGES[(i + j) % 4]) for i, x in enumerate(arrangements) for j in (0, 2)]))
 
 
@@ -81,9 +82,9 @@ def check_arrangements(arrangements: Iterable[tuple[Any, tuple[int, int]]]) -> N
         for i in range(2):
             batch = batch_of(8 * k, i)
             with fzero.collectives.record() as mine:
-                *state, loss = step(*state, mesh.split(batch, step.axis))
+                *state, loss = step(*state, mesh.split(batch, step.data_axes))
             with fzero.collectives.record() as theirs:
-                *other, _loss = twin(*other, simulated.split(batch, step.axis))
+                *other, _loss = twin(*other, simulated.split(batch, step.data_axes))
             *ref, expected = train_step(*ref, batch)
             assert_trees_close(loss, expected)
             assert sorted(map(str, mine.events)) == sorted(map(str, theirs.events))
@@ -102,7 +103,7 @@ def jitted_steps_equal_eager_ones(_: fzero.ranks.Mesh) -> None:
         jitted = fzero.jit(step, backend="fx")
         state, other = step.init(parallel_params(), opt), step.init(parallel_params(), opt)
         for i in range(2):
-            batch = mesh.split(batch_of(8, i), step.axis)
+            batch = mesh.split(batch_of(8, i), step.data_axes)
             *state, expected = step(*state, batch)
             *other, got = jitted(*other, batch)
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -332,7 +332,7 @@ def arranged(name: str, stage: int) -> Any:
     opt, mesh = optim.adam(1e-2), fzero.mesh(**axes)
     step = fzero.shard(train_step_for(parallel_loss, opt), stage=stage, mesh=mesh, **options)
     batch = {name: torch.zeros(8, 5, dtype=torch.float64) for name in "xy"}
-    return step, (*step.init(parallel_params(), opt), mesh.split(batch, step.axis))
+    return step, (*step.init(parallel_params(), opt), mesh.split(batch, step.data_axes))
 
 
 @pytest.mark.slow

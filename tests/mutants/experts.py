@@ -219,7 +219,7 @@ MUTANTS = [
         Fault("exchanges within a loop have no unit's name in a plan", "infer_units", dropped("body_weights")),
     ),
     *File("sharding/maps/_flat_rows.py", ("tests/parallel/experts/test_plan.py",)).faults(
-        Fault("the gather of new parameters has no unit in a plan", "", dropped("unit=A", at="2 of 3")),
+        Fault("the gather of new parameters has no unit in a plan", "", dropped("unit=A", at="3 of 4")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(
         Fault(

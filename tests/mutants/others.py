@@ -1,6 +1,6 @@
 """Faults in fzero's other folders and files."""
 
-from tests.mutants.changes import always, bare, becomes, before, dropped, never, skipped
+from tests.mutants.changes import always, bare, becomes, before, dropped, never, returns, skipped
 from tests.mutants.mutant import DONATION, GATHER_TEXTS, HALF, JIT, OWN, WRITES, Fault, File
 
 JIT_DONATION = ("tests/graph/test_jit_donation.py",)
@@ -52,6 +52,23 @@ MUTANTS = [
     ),
     *File("tree.py").faults(
         Fault("tree.map makes two results of a tied leaf", "map", always("A not in B")),
+    ),
+    *File("axes/_bound_axes.py", ("tests/zero/test_axis_order.py",)).faults(
+        Fault("hosts are gathered with the ranks within a host", "join_axes", never("run and A[B] < C[D]")),
+        Fault(
+            "units are always sharded in the mesh's order", "resolve_shard_axes", becomes("A if B else axis", "axis")
+        ),
+        Fault(
+            "the index of an example follows the order of axis=", "loss_axes", becomes("in_mesh_order(A)", "tuple(A)")
+        ),
+    ),
+    *File("sharding/maps/_flat_rows.py", ("tests/zero/test_axis_order.py",)).faults(
+        Fault("shards pass between hosts in their own dtype", "_narrow_all", returns("xs")),
+        Fault(
+            "gradients are added over the hosts in the dtype of the update",
+            "_local_reduce_scatter_shards",
+            becomes("A.to(B)", "A"),
+        ),
     ),
     *File("axes/_scope.py").faults(
         Fault("an axis stays bound after the rank program", "call_in_scope", skipped("A.stack.pop()")),

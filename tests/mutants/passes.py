@@ -24,6 +24,8 @@ REMATERIALIZE = ("tests/graph/passes/test_rematerialize.py",)
 ORDER = ("tests/graph/passes/test_schedule.py",)
 
 
+AXIS_ORDER = ("tests/zero/test_axis_order.py",)
+
 MUTANTS = [
     *File("graph/passes/_collectives.py", LONE_COLLECTIVES).faults(
         Fault(
@@ -197,11 +199,19 @@ MUTANTS = [
         Fault("a sum overwrites an argument", "in_place", dropped("A.producers[B].op == 'call_function'")),
         Fault("a loop's sum is copied before it is read", "in_place", never("s in A"), LOOP_PLANS),
     ),
+    *File("graph/ir/_node_work.py", AXIS_ORDER).faults(
+        Fault(
+            "a unit that was gathered over the hosts stays gathered within the host",
+            "parameter_gathers",
+            skipped("from_inputs.add(node)", at="2 of 2"),
+        ),
+    ),
     *File("graph/passes/_loops.py", LOOP_PLANS).faults(
-        Fault("every unit stays gathered between iterations", "hoist", dropped("sum(A.values()) - A[B] <= C")),
+        Fault("every unit stays gathered between iterations", "hoist", always("total - A[B] <= C")),
         Fault(
             "no unit stays gathered between iterations", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))
         ),
+        Fault("units pass between hosts in each iteration", "_is_gathered_on", becomes("all(A)", "False"), AXIS_ORDER),
         Fault("the bytes of a unit that stays gathered count twice", "_units", bare("B.setdefault(C(A, D), A)")),
         Fault(
             "the gather of a value that changes by iteration is moved out of the loop",

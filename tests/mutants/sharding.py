@@ -118,7 +118,7 @@ MUTANTS = [
         Fault(
             "the transpose of gather is partition, without a sum",
             "",
-            constant("reduce_scatter", "partition", at="1 of 3"),
+            constant("reduce_scatter", "partition", at="1 of 4"),
         ),
         Fault("gradients of stage 0 are not summed", "_all_ranks_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
         Fault(

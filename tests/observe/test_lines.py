@@ -168,8 +168,10 @@ def test_modules_and_functions_nest_in_a_flame_chart(backend):
     assert [s.stack[-1] for s in tanh] == ["blocks.0", "blocks.1"]  # not _activate, a part of its module
     order = [c.stack for c in result.stacks]
     assert order.index(BLOCK[:2]) < order.index((*BLOCK[:3], "blocks.0")) < order.index(BLOCK)
-    line = next(row for row in str(result).splitlines() if row.split()[:1] == ["blocks.1"])
-    assert line.startswith(" " * 8) and f"{costs[BLOCK].calls:,}" in line
+    # a busy machine can stall one operation, which leaves a block below 2% of the step and out of the text
+    shown = max([c for c in costs.values() if len(c.stack) >= 3], key=lambda c: c.seconds)
+    line = next(row for row in str(result).splitlines() if row.split()[:1] == [shown.stack[-1]])
+    assert line.startswith("  " * len(shown.stack)) and f"{shown.calls:,}" in line
 
 
 def test_bars_of_modules_lie_within_those_of_their_parents():

@@ -73,6 +73,8 @@ ARRANGEMENTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"over": lambda path, leaf: () if leaf.ndim < 2 else ("a", "b")},
     ),
     "both axes": ({"a": 2, "b": 3}, {}),
+    "the hosts gathered first": ({"host": 2, "dp": 2}, {"axis": ("dp", "host")}),
+    "the first two of three axes gathered first": ({"a": 2, "b": 3, "c": 2}, {"axis": ("c", "a", "b")}),
     "three axes": ({"a": 2, "b": 3, "c": 2}, {}),
     "tensor parallel": ({"dp": 2, "tp": 2}, {"axis": "dp", "split": parts}),
     "tensor parallel, in units of leaves": (

@@ -195,7 +195,7 @@ def test_any_arrangement_equals_unsharded_training(name, stage, k, simulate, cli
         g = torch.Generator().manual_seed(i)
         batch = {name: torch.randn(size, 5, generator=g, dtype=torch.float64) for name in "xy"}
         *ref, expected = train_step(*ref, batch)
-        *state, loss = step(*state, mesh.split(batch, step.axis))
+        *state, loss = step(*state, mesh.split(batch, step.data_axes))
         assert_trees_close(loss, expected)
     assert_trees_close(step.gather(list(state)), list(ref))
 
@@ -232,7 +232,7 @@ def test_bytes_and_elements_on_several_axes_follow_the_formulas(name, stage):
         step = fzero.shard(train_step_for(parallel_loss, opt), stage=stage, mesh=mesh, **options)
         state = step.init(params, opt)
         with fzero.collectives.record() as log:
-            step(*state, mesh.split({name: torch.ones(8, 5, dtype=torch.float64) for name in "xy"}, step.axis))
+            step(*state, mesh.split({name: torch.ones(8, 5, dtype=torch.float64) for name in "xy"}, step.data_axes))
         held.append((step.state_bytes(*state), sorted(map(str, log.unit_events)), sorted(map(str, log.other_events))))
     assert held[0] == held[1]
     dense = {"up": 40, "down": 40, "bias": 5}

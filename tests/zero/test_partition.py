@@ -79,7 +79,7 @@ def test_partition_inverts_gather_on_any_axes(name, stage, simulate):
     step = fzero.shard(train_step_for(parallel_loss, opt), stage, fzero.mesh(simulate=simulate, **axes), **options)
     params, state = step.init(parallel_params(), opt)
     batch = {name: torch.randn(24, 5, dtype=torch.float64) for name in "xy"}
-    params, state, _ = step(params, state, step.mesh.split(batch, step.axis))
+    params, state, _ = step(params, state, step.mesh.split(batch, step.data_axes))
     assert_inverse(step, params, state)
 
 

@@ -77,6 +77,7 @@ def parameter_gathers(graph: Graph) -> list[Node]:
             from_inputs.add(node)
         elif is_gather(node) and is_static:
             gathers.append(node)
+            from_inputs.add(node)  # a unit over several axes may be gathered over one after the other
     return gathers
 
 

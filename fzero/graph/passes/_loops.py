@@ -26,6 +26,7 @@ from fzero.graph.ir import (
     nbytes,
     parameter_gathers,
     stand_ins_of,
+    views_and_users,
 )
 from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
 
@@ -43,7 +44,9 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
 
     Args:
         graph: a flat graph.
-        max_reuse_bytes: a gathered unit is hoisted if an iteration uses at most this many bytes of other units.
+        max_reuse_bytes: a gathered unit is hoisted if an iteration uses at most this many bytes of other units. What
+            is gathered over one axis, to be gathered over the next, is always hoisted: an iteration holds it from the
+            forward to the backward pass anyway.
 
     Returns:
         A graph with the same results, bit for bit.
@@ -55,8 +58,10 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         loop = loop_of(node)
         assert loop is not None
         units = _units(loop)
-        size = {w: nbytes(*stand_ins_of(w)) for w in units}
-        hoisted = {w: units[w] for w in units if sum(size.values()) - size[w] <= max_reuse_bytes}
+        parts = {w for w in units if _is_gathered_on(w)}
+        size = {w: nbytes(*stand_ins_of(w)) for w in units if w not in parts}
+        total = sum(size.values())
+        hoisted = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
         if hoisted:
             _move(graph, node, loop, hoisted)
     return graph
@@ -86,6 +91,11 @@ def _units(loop: Loop) -> dict[Node, list[Node]]:
     for w in [w for g in parameter_gathers(loop.body) if g in same for w in g.users if is_wait(w)]:
         units.setdefault(same[w], []).append(w)
     return units
+
+
+def _is_gathered_on(wait: Node) -> bool:
+    """Return whether a unit, gathered over some of its axes, is only gathered over the next ones."""
+    return all(is_gather(user) for user in views_and_users(wait)[1])
 
 
 def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:

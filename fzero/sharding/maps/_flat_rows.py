@@ -73,6 +73,22 @@ def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -
     return [to_gradient_dtype(spec, summed)]
 
 
+def _narrow_all(options: UnitOptions, xs: Tensors) -> Tensors:
+    return [_narrow(_spec(options), x) for x in xs]
+
+
+def _all_ranks_reduce_scatter_shards(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
+    spec, (x,) = _spec(options), xs
+    summed = REDUCE_SCATTER.all_ranks(n, options, [x.to(wire_dtype(spec, x))])
+    return [to_gradient_dtype(spec, y) for y in summed]
+
+
+def _local_reduce_scatter_shards(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
+    spec, (x,) = _spec(options), xs
+    summed = REDUCE_SCATTER.local(binding, options, [x.to(wire_dtype(spec, x))])
+    return [to_gradient_dtype(spec, y) for y in summed]
+
+
 def _all_ranks_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = rearrange(flatten_unit(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
@@ -136,6 +152,24 @@ UNIT_ROWS = (
         "reduce_scatter",
         RankOperation("reduce_scatter", _all_ranks_reduce_scatter, _local_reduce_scatter),
         "gather",
+        **_SUMMED,
+    ),
+    # the same for a unit's further axes, over which a shard is gathered into a larger one
+    LinearMap(
+        "gather_shards",
+        ALL_GATHER._replace(
+            all_ranks=lambda n, options, xs: ALL_GATHER.all_ranks(n, options, _narrow_all(options, xs)),
+            local=lambda binding, options, xs: ALL_GATHER.local(binding, options, _narrow_all(options, xs)),
+        ),
+        "reduce_scatter_shards",
+        output=COPIES,
+        unit=_unit,
+        wire_dtype=lambda options, x: gathered_dtype(_spec(options), x),
+    ),
+    LinearMap(
+        "reduce_scatter_shards",
+        RankOperation("reduce_scatter", _all_ranks_reduce_scatter_shards, _local_reduce_scatter_shards),
+        "gather_shards",
         **_SUMMED,
     ),
     # the same for a unit that stays flat: between steps of stages 0 to 2, a box holds a full split unit

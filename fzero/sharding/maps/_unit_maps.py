@@ -21,7 +21,8 @@ __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"
 add_rows(*UNIT_ROWS)
 
 # After the slowest axis the unit is one tensor [k]. These rows of single tensors do the same for it.
-_OF_SHARDS = {"reduce_scatter": "psum_scatter", "partition": "own_part", "pad": "own_part_padded"}
+_OF_SHARDS = {"reduce_scatter": "reduce_scatter_shards", "partition": "own_part", "pad": "own_part_padded"}
+_OF_ANY_TENSOR = ("own_part", "own_part_padded")
 
 
 def apply_over_unit_axes(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
@@ -46,12 +47,13 @@ def _apply_rows(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> t
     first, *rest = axes or [NO_AXIS]
     if name == "gather":  # the inverse: the slowest axis last
         for a in rest[::-1]:
-            xs = apply(a.token, "all_gather", a.binding, DimOptions(-1), *xs)
+            xs = apply(a.token, "gather_shards", a.binding, UnitOptions(spec_id), *xs)
         return apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
     xs = apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
     for a in rest:
-        options = DimOptions(-1) if name in _OF_SHARDS else UnitOptions(spec_id)
-        xs = apply(a.token, _OF_SHARDS.get(name, name), a.binding, options, *xs)
+        row = _OF_SHARDS.get(name, name)
+        options = DimOptions(-1) if row in _OF_ANY_TENSOR else UnitOptions(spec_id)
+        xs = apply(a.token, row, a.binding, options, *xs)
     return tuple(xs)
 
 
