@@ -282,7 +282,7 @@ def ulysses_deepspeed() -> System:
 
 
 def has_deepspeed() -> bool:
-    """Whether DeepSpeed is installed."""
+    """Return whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 

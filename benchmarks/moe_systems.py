@@ -293,7 +293,7 @@ def deepspeed_system(stage: int, compiled: bool) -> System:
 
 
 def has_deepspeed() -> bool:
-    """Whether DeepSpeed is installed."""
+    """Return whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 

@@ -37,11 +37,11 @@ def partial_attention(
     """
     if softcap is not None:
         return _by_definition(q, k, v, keep, causal, scale, softcap)
-    if _cpu_kernel(q, v):
+    if _has_cpu_kernel(q, v):
         out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
         )
-    elif _cuda_kernel(q, v, keep):
+    elif _has_cuda_kernel(q, v, keep):
         out, log_sum = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
         return _by_definition(q, k, v, keep, causal, scale, softcap=None)
@@ -76,11 +76,11 @@ def partial_attention_grad(
     """
     if softcap is not None:
         return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, softcap)
-    if _cpu_kernel(q, v):
+    if _has_cpu_kernel(q, v):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log_sum, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
         )
-    if _cuda_kernel(q, v, keep):
+    if _has_cuda_kernel(q, v, keep):
         # Without dropout the kernel reads no seed; without nested tensors it reads no lengths.
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         offset = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -91,12 +91,12 @@ def partial_attention_grad(
     return _grad_by_definition(grad, q, k, v, keep, out, log_sum, causal, scale, softcap=None)
 
 
-def _cpu_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
+def _has_cpu_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Return whether torch's kernel for CPUs serves these shapes. Its stand-in serves plans on the device "meta"."""
     return q.device.type in ("cpu", "meta") and q.shape[-1] == v.shape[-1]
 
 
-def _cuda_kernel(q: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None) -> bool:
+def _has_cuda_kernel(q: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None) -> bool:
     """Return whether FlashAttention serves these: half precision without a mask."""
     width = q.shape[-1]
     half = q.dtype in (torch.float16, torch.bfloat16)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-from fzero._torch.levels import profiling
+from fzero._torch.levels import is_profiling
 
 __all__ = ["Allocations", "allocations"]
 
@@ -31,7 +31,7 @@ def allocations() -> Iterator[Allocations]:
     It uses the profiler from before Kineto, which records the same events, and logs nothing.
     """
     record = Allocations()
-    if profiling():
+    if is_profiling():
         yield record
         return
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]

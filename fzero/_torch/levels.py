@@ -25,10 +25,10 @@ __all__ = [
     "is_foreign",
     "is_mapped",
     "is_old_function_error",
+    "is_profiling",
     "is_tracing",
     "is_wrapped",
     "may_differ",
-    "profiling",
     "quiet_vmap_fallback",
     "raise_priority",
     "set_deciding",
@@ -85,7 +85,7 @@ def in_transform() -> bool:
     return is_tracing() or functorch.peek_interpreter_stack() is not None
 
 
-def profiling() -> bool:
+def is_profiling() -> bool:
     """Return whether torch's profiler is on."""
     return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 

@@ -1,6 +1,6 @@
 """Private torch APIs about the memory of tensors: which tensors share it, fill it together, or hold it.
 
-They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_buffers.py` shows which.
+They exist in torch 2.11, 2.13 and 2.15. If torch changes one of them, `tests/_torch/test_memory.py` shows which.
 """
 
 import functools

@@ -92,9 +92,9 @@ class Stacks:
                 if isinstance(call, torch.nn.Module) or not call.endswith(">"):  # no lambdas and comprehensions
                     calls.append(call)
             frame = frame.f_back
-        return tuple(self._named(calls[::-1]))
+        return tuple(self._names_of(calls[::-1]))
 
-    def _named(self, calls: Sequence[str | torch.nn.Module]) -> Iterator[str]:
+    def _names_of(self, calls: Sequence[str | torch.nn.Module]) -> Iterator[str]:
         """Yield the names of calls. A module's own functions, and decorators around it, count as the module."""
         parent: torch.nn.Module | None = None
         for call in calls:

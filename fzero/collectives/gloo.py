@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fzero._torch import c10d, group_of, is_tracing, profiling
+from fzero._torch import c10d, group_of, is_profiling, is_tracing
 
 __all__ = ["REPLACEMENTS", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
 
@@ -105,7 +105,7 @@ def wait(pending: Any) -> torch.Tensor:
     """Wait for a collective, of this file or of torch, and return its result."""
     if not isinstance(pending, PendingMessages):
         return c10d.wait_tensor(pending)
-    with torch.profiler.record_function("fzero::wait") if profiling() else contextlib.nullcontext():
+    with torch.profiler.record_function("fzero::wait") if is_profiling() else contextlib.nullcontext():
         while pending.works:  # once per message: a second wait would wait for another message
             pending.works.pop().wait()
     return pending.finish()

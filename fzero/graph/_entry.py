@@ -159,7 +159,7 @@ class Entry:
                     shapes=shapes_of(tensors),
                     alone=not self.is_traced,
                 )
-                self.executable = self._recorded(lower(self.best.graph, self.options.backend, options), arguments)
+                self.executable = self._with_recording(lower(self.best.graph, self.options.backend, options), arguments)
             out = self._run_graph(self.executable, [*inputs, *captured], tensors)
         aliases = {id(out[i]): out[i].detach() for i in self.passthrough}  # tied results stay tied
         for i in self.passthrough:
@@ -182,7 +182,7 @@ class Entry:
                 donate_memory(tensors[i], f"{note}, which failed midway")
             raise
 
-    def _recorded(self, executable: Executable, arguments: Arguments) -> Executable | RecordedStep:
+    def _with_recording(self, executable: Executable, arguments: Arguments) -> Executable | RecordedStep:
         """Return the step as one that records itself, if that is asked for and its arguments lie on a GPU.
 
         Raises:
@@ -245,7 +245,7 @@ def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         rejected=rejected,
         structure=structure,
         overwrites=overwrites,
-        passthrough=_unchanged(traced, overwrites),
+        passthrough=_unchanged_results(traced, overwrites),
         donated_argnums=tuple(donated_argnums),
         donation_notes=donation_notes,
         donated_box_argnums=[i for i in donated_argnums if any(is_box(x) for x in tree.flatten(args[i], is_box)[0])],
@@ -363,7 +363,7 @@ def _space(name: LeafName, x: torch.Tensor) -> dict[str, str]:
     return {"space": name.space} if x.dim() or name.space == "host" else {}
 
 
-def _unchanged(traced: TracedGraph, overwrites: dict[int, int]) -> list[int]:
+def _unchanged_results(traced: TracedGraph, overwrites: dict[int, int]) -> list[int]:
     """List the results that are arguments and are not written into a donated tensor."""
     return [
         i for i, n in enumerate(graph_results(traced.graph)) if n is not None and is_input(n) and i not in overwrites

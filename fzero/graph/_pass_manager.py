@@ -236,7 +236,7 @@ class PassManager:
     def _deduplicate(self, row: Pass, graph: Graph, result: Graph) -> Graph:
         """Return the graph that is equal to a pass's result: the one before it, or what other settings gave."""
         results = self._results.setdefault((row.name, graph), [graph])
-        equal = next((x for x in results if x is result or _same(x, result)), None)
+        equal = next((x for x in results if x is result or _are_equal(x, result)), None)
         if equal is None:
             results.append(result)
         return equal or result
@@ -298,7 +298,7 @@ def _replace_bodies(graph: Graph, bodies: Sequence[tuple[Graph, bool]]) -> Graph
     return graph
 
 
-def _same(one: Graph, other: Graph) -> bool:
+def _are_equal(one: Graph, other: Graph) -> bool:
     """Return whether two graphs are equal, node by node, so that later passes give equal results."""
     if len(one.nodes) != len(other.nodes):
         return False

@@ -108,7 +108,7 @@ class ReplicaGroups:
     def join(self, trees: Sequence[Any]) -> list[PerRank]:
         """Return the distinct tensors of a tree that each replica holds, as arguments of a program of all ranks."""
         columns = zip(*[_distinct_tensors(x) for x in trees], strict=True)
-        return [self._joined(xs, names) for xs, names in zip(columns, self._axes(trees[0]), strict=True)]
+        return [self._join_replicas(xs, names) for xs, names in zip(columns, self._axes(trees[0]), strict=True)]
 
     def box(self, values: Any) -> list[PerRank]:
         """Return the distinct tensors of a tree as results of a program of all ranks, which differ along `over`."""
@@ -132,7 +132,7 @@ class ReplicaGroups:
             return Replicas(tuple(trees))
         structure = tree.flatten(trees[0])[1]
         columns = zip(*[tree.flatten(x)[0] for x in trees], strict=True)
-        joined = [self._joined(xs, ()) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns]
+        joined = [self._join_replicas(xs, ()) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns]
         return tree.unflatten(structure, joined)
 
     def _check_rows(self, values: Any, names: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class ReplicaGroups:
         part = x.unflatten(0, sizes).select(list(names).index(self.over), replica)
         return part.flatten(0, len(sizes) - 2) if len(sizes) > 2 else part
 
-    def _joined(self, xs: Sequence[torch.Tensor], names: Sequence[str]) -> PerRank:
+    def _join_replicas(self, xs: Sequence[torch.Tensor], names: Sequence[str]) -> PerRank:
         """Return the replicas' tensors, which differ along `names` within a replica, as one value."""
         axes = self._with_over(names)
         if not self.mesh.simulated:

@@ -51,13 +51,13 @@ def _follow(x: Any, memo: dict[int, Any]) -> Any:
     if isinstance(x, functools.partial):
         parts = [x.func, x.args, x.keywords]
         new = [_follow(part, memo) for part in parts]
-        return x if _same(new, parts) else functools.partial(new[0], *new[1], **new[2])
+        return x if _are_same(new, parts) else functools.partial(new[0], *new[1], **new[2])
     if type(x) in (list, tuple):
         new = [_follow(y, memo) for y in x]
-        return x if _same(new, x) else type(x)(new)
+        return x if _are_same(new, x) else type(x)(new)
     if type(x) is dict:
         new = {key: _follow(y, memo) for key, y in x.items()}
-        return x if _same(new.values(), x.values()) else new
+        return x if _are_same(new.values(), x.values()) else new
     return _follow_function(x, memo) if isinstance(x, FunctionType) else x
 
 
@@ -67,7 +67,7 @@ def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
     cells = [_contents(cell) for cell in f.__closure__ or ()]
     parts = [cells, f.__defaults__, f.__kwdefaults__]
     new = [_follow(part, memo) for part in parts]
-    if _same(new, parts):
+    if _are_same(new, parts):
         return f
     closure = tuple([CellType(*y) for y in new[0]])
     g = FunctionType(f.__code__, f.__globals__, f.__name__, new[1], closure)
@@ -85,7 +85,7 @@ def _contents(cell: CellType) -> list[Any]:
         return []
 
 
-def _same(xs: Any, ys: Any) -> bool:
+def _are_same(xs: Any, ys: Any) -> bool:
     return all(x is y for x, y in zip(xs, ys, strict=True))
 
 

@@ -182,8 +182,8 @@ class _Product(torch.autograd.Function):
         if rest and b_scale.ndim:
             b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, rest))
         y = scaled_mm(
-            a=_padded(a_codes),
-            b=_padded(b_codes, rest),
+            a=_pad_codes(a_codes),
+            b=_pad_codes(b_codes, rest),
             scale_a=a_scale,
             scale_b=b_scale,
             dtype=a.dtype,
@@ -230,7 +230,7 @@ class _Product(torch.autograd.Function):
         return torch.stack([_apply(recipe, *sample) for sample in samples]), 0
 
 
-def _padded(codes: torch.Tensor, rows: int = 0) -> torch.Tensor:
+def _pad_codes(codes: torch.Tensor, rows: int = 0) -> torch.Tensor:
     """Return codes `[m, k]` in row-major order, with zeros: so many rows, and columns up to a multiple of 16."""
     columns = -codes.shape[1] % SIZE_MULTIPLE
     if not columns and not rows:

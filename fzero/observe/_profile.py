@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fzero import tree
 from fzero._arguments import check_callable, check_int, check_path
 from fzero._report import FigureReport
-from fzero._torch import profiling, wait_for_device
+from fzero._torch import is_profiling, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.graph import only_copies, short_path
 from fzero.observe._flame_chart import draw
@@ -227,7 +227,7 @@ def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path 
         raise ValueError(
             "step: its ranks run in lockstep, as threads: profile it on fzero.mesh(dp=...) or on real processes"
         )
-    if profiling():
+    if is_profiling():
         raise RuntimeError(
             "fzero.profile: torch's profiler runs already, and fzero.profile would end it: leave it first"
         )

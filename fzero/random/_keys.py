@@ -23,16 +23,16 @@ from fzero._tracebacks import api_boundary
 __all__ = ["bits", "bits_at", "check_key", "fold_in", "key", "mix_bits", "split"]
 
 
-def _signed(x: int) -> int:
+def _to_int64(x: int) -> int:
     """Return the int64 with the lowest 64 bits of `x`."""
     return (x + 2**63) % 2**64 - 2**63
 
 
 # SplitMix64's constants: 2^64 divided by the golden ratio, and its finalizer's two factors.
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN = _to_int64(0x9E3779B97F4A7C15)
+_FACTORS = _to_int64(0xBF58476D1CE4E5B9), _to_int64(0x94D049BB133111EB)
 # Digits of pi, which make the uses of a key independent: to fold in a number, to split it, and to draw from it.
-_FOLD, _SPLIT, _SECOND = _signed(0x243F6A8885A308D3), _signed(0x13198A2E03707344), _signed(0xA4093822299F31D0)
+_FOLD, _SPLIT, _SECOND = _to_int64(0x243F6A8885A308D3), _to_int64(0x13198A2E03707344), _to_int64(0xA4093822299F31D0)
 
 
 def _shift_right(z: torch.Tensor, by: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def key(seed: int) -> torch.Tensor:
     """
     if not is_int(seed):
         raise TypeError(f"seed={seed!r}: expected an int; for a key of a key see fzero.random.fold_in")
-    return _mix(torch.tensor(_SECOND, device="cpu"), _signed(seed))
+    return _mix(torch.tensor(_SECOND, device="cpu"), _to_int64(seed))
 
 
 @api_boundary
@@ -115,7 +115,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     if not is_integer:
         text = format_tensor(data.dtype, data.shape) if isinstance(data, torch.Tensor) else repr(data)
         raise TypeError(f"data is {text}: expected an int, or an integer tensor of shape []")
-    return _mix(key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _signed(data))
+    return _mix(key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _to_int64(data))
 
 
 @api_boundary

@@ -258,7 +258,7 @@ def intern_parts(
 ) -> int:
     """Return the spec_id of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
     return intern(
-        _ordered(
+        _with_order(
             Spec(
                 unit=unit,
                 sharded_over=sharded_over,
@@ -273,7 +273,7 @@ def intern_parts(
     )
 
 
-def _ordered(spec: Spec, bound: Sequence[str]) -> Spec:
+def _with_order(spec: Spec, bound: Sequence[str]) -> Spec:
     return replace(spec, order=tuple(name for name in bound if name in spec.varies))
 
 
@@ -282,7 +282,7 @@ def with_sharding_axes(
     spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: ReduceGrads, bound: tuple[str, ...]
 ) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_ordered(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
+    return intern(_with_order(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
 
 
 @assume_constant_result

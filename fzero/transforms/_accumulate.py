@@ -99,11 +99,11 @@ def _check_alike(aux: Any, other: Any) -> None:
         raise loop.NotScannableError("the aux of the second micro-batch differs in structure from the first one's")
     for a, b in zip(leaves, other_leaves, strict=True):
         are_tensors = isinstance(a, torch.Tensor), isinstance(b, torch.Tensor)
-        if are_tensors != (True, True) and (any(are_tensors) or not _equal(a, b)):
+        if are_tensors != (True, True) and (any(are_tensors) or not _are_equal(a, b)):
             raise loop.NotScannableError(f"the aux of the second micro-batch has {b!r} where the first one's has {a!r}")
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     """Return whether two values are surely equal; False for values such as numpy arrays, whose `==` is not a bool."""
     try:
         return a is b or bool(a == b)

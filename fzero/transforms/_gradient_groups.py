@@ -72,7 +72,7 @@ class _GradientGroup:
 
     def leaves(self, variables: Tensors) -> Tensors:
         """Compute the loss function's leaves, differentiably, from the variables."""
-        return _rounded(self.rounding, variables)
+        return _round_leaves(self.rounding, variables)
 
     def inputs(self, leaves: Tensors) -> Any:
         """Return the members' entries in the loss function's argument."""
@@ -91,7 +91,7 @@ class _GradientGroup:
         return apply_over_unit_axes("all_reduce", join_axes(self.copy_axes), self.reduce_spec_id, gradients)
 
 
-def _rounded(key: CodecKey | None, xs: Tensors) -> Tensors:
+def _round_leaves(key: CodecKey | None, xs: Tensors) -> Tensors:
     return xs if key is None else [round_with(key, x, 0) for x in xs]
 
 
@@ -119,7 +119,7 @@ class _ShardGroup(_GradientGroup):
     def leaves(self, variables: Tensors) -> Tensors:
         if self.wrt == "shard":
             return gather_unit(self.reduce_spec_id, variables[0], self.origin)
-        return variables if self.wrt == "box" else _rounded(self.rounding, variables)
+        return variables if self.wrt == "box" else _round_leaves(self.rounding, variables)
 
     def inputs(self, leaves: Tensors) -> Any:
         return Shard(leaves[0], self.reduce_spec_id, self.origin) if self.wrt == "box" else leaves
@@ -226,7 +226,7 @@ def open_argument(
     groups += [_group_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
     if axes:
         check_inputs_replicated(name, axes, paths, entries)
-        groups += _of_replicated(arg, entries, axes, precision)
+        groups += _groups_of_replicated(arg, entries, axes, precision)
     else:
         positions, indices = tree.index_tensors(entries)
         members = [(i, index) for i, index in enumerate(indices) if index is not None]
@@ -340,7 +340,7 @@ def _group_of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _Gradi
     )
 
 
-def _of_replicated(
+def _groups_of_replicated(
     arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None
 ) -> list[_GradientGroup]:
     """Return the groups of replicated leaves, one for each unit, since a unit's gradients are reduced together."""

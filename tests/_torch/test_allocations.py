@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fzero._torch import allocations, profiling
+from fzero._torch import allocations, is_profiling
 
 
 def test_the_peak_is_the_most_that_is_alive_at_once():
@@ -29,12 +29,12 @@ def test_allocations_of_a_backward_pass_are_counted():
 def test_an_exception_ends_the_record_of_allocations():
     with pytest.raises(ZeroDivisionError), allocations():
         raise ZeroDivisionError
-    assert not profiling()
+    assert not is_profiling()
 
 
 def test_the_users_profiler_goes_on():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         with allocations() as memory:
             torch.ones(10)
-        assert profiling()
+        assert is_profiling()
     assert memory.peak is None and any(e.key == "aten::ones" for e in profile.key_averages())

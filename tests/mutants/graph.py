@@ -170,7 +170,7 @@ MUTANTS = [
             "a pass is run again for settings that do not change it", "PassManager._after", always("key not in self.A")
         ),
         Fault("passes with different arguments share a result", "PassManager._after", dropped("arguments")),
-        Fault("two graphs with equally many nodes count as equal", "_same", becomes("all(A)", "True")),
+        Fault("two graphs with equally many nodes count as equal", "_are_equal", becomes("all(A)", "True")),
         Fault(
             "the body of a loop does not overwrite its sums",
             "PassManager.body",

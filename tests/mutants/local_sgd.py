@@ -44,7 +44,9 @@ MUTANTS = [
             "ReplicaGroups._row",
             becomes("A.select(B, replica)", "A.select(B, 0)"),
         ),
-        Fault("rows of replicas lie first on any mesh", "ReplicaGroups._joined", becomes("A.movedim(0, B)", "A")),
+        Fault(
+            "rows of replicas lie first on any mesh", "ReplicaGroups._join_replicas", becomes("A.movedim(0, B)", "A")
+        ),
         Fault(
             "tied leaves are two", "_distinct_tensors", becomes("tree.index_tensors(leaves)[0]", "range(len(leaves))")
         ),

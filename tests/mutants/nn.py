@@ -53,7 +53,7 @@ MUTANTS = [
         Fault(
             "a layer keeps its input for the backward pass", "_Product.setup_context", becomes("not A and B", "False")
         ),
-        Fault("an odd number of tokens is not padded", "_padded", becomes("-A % SIZE_MULTIPLE", "0")),
+        Fault("an odd number of tokens is not padded", "_pad_codes", becomes("-A % SIZE_MULTIPLE", "0")),
         Fault(
             "all samples of a vmap share the first one's scales",
             "_Product.vmap",

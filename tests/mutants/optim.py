@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     *File("optim/moments/_sixteen_bit.py", SIXTEEN_BIT).faults(
         Fault("each update of a moment has the same draws", "map_sixteen_bit", becomes("fold_in(A, 0)", "A")),
-        Fault("both moments have the same draws", "_rounded", becomes("A >> 16 * i", "A")),
+        Fault("both moments have the same draws", "_round_moments", becomes("A >> 16 * i", "A")),
         Fault("full leaves of a shard are rounded", "_update_unit", becomes("read_subset(A, B, C)", "A")),
     ),
     *File("sharding/elements/_leaf_subset.py", SIXTEEN_BIT).faults(

@@ -166,7 +166,11 @@ MUTANTS = [
     ),
     *File("graph/passes/_recompute.py", REMATERIALIZE).faults(
         Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
-        Fault("an item of a tuple counts as live while another item is", "_viewed", becomes("A(B) and not C", "A(B)")),
+        Fault(
+            "an item of a tuple counts as live while another item is",
+            "_viewed_value",
+            becomes("A(B) and not C", "A(B)"),
+        ),
     ),
     *File("graph/passes/_cat_into.py", ("tests/graph/passes/test_cat_into.py",)).faults(
         Fault("a part that is read elsewhere is written too", "_are_exclusive", never("len(made.users) > 1 or A")),

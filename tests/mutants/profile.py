@@ -29,7 +29,7 @@ MUTANTS = [
     *File("_torch/recorder.py", PROFILING).faults(
         Fault("a node of the backward pass never has its own forward line", "_source", bare("B or A")),
         Fault("a module has the name of its class", "Stacks._name_within", never("A is B", at="2 of 2")),
-        Fault("functions within a module are called its modules", "Stacks._named", never("isinstance(A, str)")),
+        Fault("functions within a module are called its modules", "Stacks._names_of", never("isinstance(A, str)")),
         Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),
     ),
     *File("observe/_lines.py", PROFILING).faults(

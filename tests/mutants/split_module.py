@@ -68,8 +68,8 @@ MUTANTS = [
         Fault(
             "blocks with different constants run as one kind", "_group_by_kind", becomes("A(B, calls)", "B or calls")
         ),
-        Fault("constants of functions are not compared", "_same", becomes("bool(A == B)", "True")),
-        Fault("blocks that share a constant tensor count as different kinds", "_same", never("A is b")),
+        Fault("constants of functions are not compared", "_are_same", becomes("bool(A == B)", "True")),
+        Fault("blocks that share a constant tensor count as different kinds", "_are_same", never("A is b")),
         Fault(
             "the code of all kinds of blocks is not selected by rank",
             "run_dynamic_block",

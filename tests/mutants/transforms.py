@@ -124,7 +124,7 @@ MUTANTS = [
             bare("[B('pvary', C, D(E.F), G()) for C in A]"),
             ("tests/transforms/test_derivatives_of_gradients.py",),
         ),
-        Fault("replicated leaves get no gradient", "_of_replicated", constant("replicated", None), LAWS),
+        Fault("replicated leaves get no gradient", "_groups_of_replicated", constant("replicated", None), LAWS),
         Fault(
             "the replicas of a shard keep different gradients",
             "_of_shard",

@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     *File("transforms/_gradient_groups.py", CODED).faults(
         Fault("an unsharded program does not round", "_groups_of_tensors", dropped("rounding=A")),
-        Fault("full leaves of stages 0 and 1 are not rounded", "_rounded", always("key is None")),
+        Fault("full leaves of stages 0 and 1 are not rounded", "_round_leaves", always("key is None")),
     ),
     *File("optim/_precision.py", CODED).faults(
         Fault("leaves in full precision are sent by a codec", "Precision.gradients", always("dtype == self.param")),

@@ -105,9 +105,9 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
     host = [a for a, space in space_of.items() if space == "host"]
     device = [a for a, space in space_of.items() if space == "device"]
     if host and (is_collective(node) or device):
-        beside = f" and {_named(device[0])} on the device" if device else ", where ranks do not communicate"
+        beside = f" and {_describe(device[0])} on the device" if device else ", where ranks do not communicate"
         raise SpaceError(
-            f"{display_name(node)} at {line_of(node) or 'no known line'} is given {_named(host[0])} in host memory"
+            f"{display_name(node)} at {line_of(node) or 'no known line'} is given {_describe(host[0])} in host memory"
             f"{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put a "
             "transform that reads full trees, such as a clip by the global norm, before optim.offload"
         )
@@ -116,7 +116,7 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
     return "device" if device else None
 
 
-def _named(node: Node) -> str:
+def _describe(node: Node) -> str:
     return f"{node.meta.get('label', node.name)} ({dtypes_and_shapes(node)})"
 
 

@@ -45,7 +45,7 @@ def keep_on_host(graph: Graph) -> Graph:
     host_copies: dict[Node, Node] = {}  # each value, and its first copy to the host
     for n in [n for n in graph.nodes if n.target is TO_HOST]:
         n.replace_all_uses_with(host_copies.setdefault(n.all_input_nodes[0], n))
-    parameters = _gathered(graph)
+    parameters = _gathered_values(graph)
     for n in [n for n in graph.nodes if n.target is TO_HOST and n.all_input_nodes[0] in parameters]:
         uploads = users_through_views(n)
         if all(u.target is TO_DEVICE for u in uploads):
@@ -55,7 +55,7 @@ def keep_on_host(graph: Graph) -> Graph:
     return graph
 
 
-def _gathered(graph: Graph) -> set[Node]:
+def _gathered_values(graph: Graph) -> set[Node]:
     """List the inputs, and the values that only gather, cast or view them."""
     gathered: set[Node] = set()
     for n in graph.nodes:

@@ -91,11 +91,11 @@ def in_place(graph: Graph) -> Graph:
         operands: list[Node] = [argument] if isinstance(argument, Node) else list(argument)
         operand_storages = [memory.indices[a][0] for a in operands]
         is_exclusive = all(readers[s] == [node] and memory.producers[s].op == "call_function" for s in operand_storages)
-        if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _dense(operands):
+        if is_exclusive and len(set(operand_storages)) == len(operand_storages) and _are_dense(operands):
             node.target = _IN_PLACE[node.target]
             node.meta["val"] = argument.meta["val"] if argument is operands[0] else [a.meta["val"] for a in operands]
     return graph
 
 
-def _dense(operands: Sequence[Node]) -> bool:
+def _are_dense(operands: Sequence[Node]) -> bool:
     return all(x.is_contiguous() for a in operands for x in stand_ins_of(a))

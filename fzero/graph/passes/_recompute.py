@@ -113,7 +113,7 @@ def _results(node: Node) -> Sequence[Node]:
 
 def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
     """Return whether a value is live at a position: an argument, a value with later uses, or one to recompute."""
-    value = _viewed(node)
+    value = _viewed_value(node)
     if is_input(value):
         return True
     if any(index.get(user, at) >= at for user in views_and_users(value)[1]):
@@ -122,7 +122,7 @@ def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool
     return depth > 0 and _repeats(source) and all(_is_live(x, at, index, depth - 1) for x in source.all_input_nodes)
 
 
-def _viewed(node: Node) -> Node:
+def _viewed_value(node: Node) -> Node:
     """Return the value that a view shows: an operation's result, or the one item of its tuple.
 
     The items of a tuple are freed one by one. A layer norm's backward pass makes a gradient that is used at once, and

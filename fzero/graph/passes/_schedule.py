@@ -146,11 +146,11 @@ def _move_host_last(graph: Graph) -> Graph:
 
 def _computes(node: Node) -> bool:
     """Return whether a node computes: it is not a move, a view, or a write of a value just copied to the host."""
-    written = node.target is COPY and _moved(node.args[1])
+    written = node.target is COPY and _is_moved(node.args[1])
     return node.op == "call_function" and node.target is not TO_HOST and not is_view(node) and not written
 
 
-def _moved(source: object) -> bool:
+def _is_moved(source: object) -> bool:
     while isinstance(source, Node) and is_view(source):
         source = source.all_input_nodes[0]
     return isinstance(source, Node) and source.target is TO_HOST

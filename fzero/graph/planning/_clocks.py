@@ -220,7 +220,7 @@ class _Kernels:
         work = work_of(node, self._hardware)
         if not self._hardware.fuses or not (is_pointwise_kernel(node) or is_tensor_reduction(node)):
             return work
-        operands = {_viewed(a): a for a in node.all_input_nodes}
+        operands = {_viewed_value(a): a for a in node.all_input_nodes}
         read = next((self._of[x] for x in operands if x in self._unstored), set[Node]())
         moved = 0
         for x, a in operands.items():
@@ -233,7 +233,7 @@ class _Kernels:
         return Work(0.0, (moved + nbytes(*stand_ins_of(node))) / self._hardware.memory, work.launch)
 
 
-def _viewed(node: Node) -> Node:
+def _viewed_value(node: Node) -> Node:
     """Return the value that a node is a view of; the node itself if it is none."""
     while is_view(node):
         node = node.all_input_nodes[0]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fzero._torch import profiling
+from fzero._torch import is_profiling
 from fzero.graph._collector import paused_collector
 from fzero.graph._polynomials import Shapes
 from fzero.graph.ir import graph_results, is_input
@@ -182,7 +182,7 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
             return record_time(note, COMPILED, *source_of_segment(graph), lambda: compiled(args))
-        return run_marked(compiled, args) if profiling() else compiled(args)
+        return run_marked(compiled, args) if is_profiling() else compiled(args)
 
     return Executable(run, compiled=compiled)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero._torch import have_equal_strides, line_of, profiling
+from fzero._torch import have_equal_strides, is_profiling, line_of
 from fzero.collectives import gloo
 from fzero.graph.ir import COPY, WAIT, aten, copy_graph, is_input
 from fzero.graph.loop._loop_functions import loop_function, pipeline_function
@@ -232,7 +232,7 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
 
     def run(args: list[Any]) -> Sequence[Any]:
         """Run the instructions on a call's arguments, and free each register after its last use."""
-        call, apply = run_marked if profiling() else _call, _apply
+        call, apply = run_marked if is_profiling() else _call, _apply
         if current_recorder():
             call, apply = _call_timed, _apply_timed
         registers: list[Any] = [*args, *[None] * (program.register_count - len(args))]

@@ -115,7 +115,7 @@ def match_results(
     """
     tensors = arguments.tensors
     donated = [i for i, name in enumerate(arguments.tensor_names) if name.arg_index in donated_argnums]
-    free = {i for i in donated if _dense(tensors[i])}
+    free = {i for i in donated if _is_dense(tensors[i])}
     by_path: dict[tuple[str, str], int] = {}  # and by space, for shards in two pieces
     for name, i in zip(arguments.leaf_names, arguments.tensor_indices, strict=True):
         if i is not None and i in free:
@@ -151,7 +151,7 @@ def _extent(x: torch.Tensor) -> int:
     return (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
-def _dense(x: torch.Tensor) -> bool:
+def _is_dense(x: torch.Tensor) -> bool:
     """Return whether a tensor can be written into: no two elements share memory, as in an expanded tensor."""
     reach = 1
     for stride, size in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):

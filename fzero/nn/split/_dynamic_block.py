@@ -68,18 +68,18 @@ def _record_calls(f: Callable[..., Any], *args: Any) -> _Calls | None:
     return recorder.calls
 
 
-def _same_calls(first: _Calls | None, second: _Calls | None) -> bool:
+def _are_same_calls(first: _Calls | None, second: _Calls | None) -> bool:
     """Return whether two lists of calls certainly belong to one function."""
     if first is None or second is None:
         return False
-    return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(_are_same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b
     if isinstance(a, tuple | list) and type(a) is type(b):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_are_same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
 
 
@@ -156,7 +156,7 @@ def _group_by_kind(
         if cache_key not in cache:
             cache[cache_key] = _record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
         calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
-        same = next((members for kind_calls, members in kinds if _same_calls(kind_calls, calls)), None)
+        same = next((members for kind_calls, members in kinds if _are_same_calls(kind_calls, calls)), None)
         if same is None:
             kinds.append((calls, [i]))
         else:

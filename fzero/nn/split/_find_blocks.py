@@ -21,7 +21,7 @@ def find_blocks(module: torch.nn.Module, list_name: str | None) -> tuple[str, ..
     lists = _lists(module)
     kind = type(module).__name__
     if list_name is not None and list_name not in lists:
-        raise ValueError(f"blocks={list_name!r}: {kind} has no such list of blocks; it has {_listed(lists)}")
+        raise ValueError(f"blocks={list_name!r}: {kind} has no such list of blocks; it has {_names_in(lists)}")
     if not lists:
         raise ValueError(
             f"{kind} has no repeated blocks: expected a ModuleList or Sequential of at least two modules of one class, "
@@ -29,8 +29,9 @@ def find_blocks(module: torch.nn.Module, list_name: str | None) -> tuple[str, ..
         )
     if list_name is None and len(lists) > 1:
         raise ValueError(
-            f"{kind} has {len(lists)} lists of blocks: {_listed(lists)}. A pipeline is split at one of them: name it, "
-            f"as in blocks={next(iter(lists))!r}. The other lists run whole, on the first or the last pipeline stage"
+            f"{kind} has {len(lists)} lists of blocks: {_names_in(lists)}. A pipeline is split at one of them: name "
+            f"it, as in blocks={next(iter(lists))!r}. The other lists run whole, on the first or the last pipeline "
+            "stage"
         )
     names = lists[list_name if list_name is not None else next(iter(lists))]
     _check_alike(module, names)
@@ -49,7 +50,7 @@ def _lists(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     return block_lists
 
 
-def _listed(lists: dict[str, tuple[str, ...]]) -> str:
+def _names_in(lists: dict[str, tuple[str, ...]]) -> str:
     return ", ".join([f"{name!r} with {len(names)}" for name, names in lists.items()]) or "none"
 
 

@@ -133,7 +133,7 @@ def _update_leaf(
     is_full = values[0].shape == full[0].shape
     u, *new = f(g, *(full if is_full else [v.to(x.dtype) for v, x in zip(values, full, strict=True)]), *rest)
     bits = bits_at(key, element_ids_of_leaf(path, g))
-    pairs = zip(_rounded(new, bits), new if is_full else full, strict=True)
+    pairs = zip(_round_moments(new, bits), new if is_full else full, strict=True)
     return [u, *[x for pair in pairs for x in pair]]
 
 
@@ -146,11 +146,11 @@ def _update_unit(
     wide = [v.data.to(x.dtype) for v, x in zip(values, full, strict=True)]
     old = read_subset(wide, spec_id, full)
     u, *new = f(g.data, *old, *[x.data if is_box(x) else x for x in rest])
-    rounded = _rounded(new, bits_at(key, element_ids_of_shard(spec_id, g.device)))
+    rounded = _round_moments(new, bits_at(key, element_ids_of_shard(spec_id, g.device)))
     pairs = zip([box_of(spec_id, [x]) for x in rounded], write_subset(new, spec_id, full[0].spec_id), strict=True)
     return [box_of(spec_id, [u]), *[x for pair in pairs for x in pair]]
 
 
-def _rounded(moments: Sequence[torch.Tensor], bits: torch.Tensor) -> list[torch.Tensor]:
+def _round_moments(moments: Sequence[torch.Tensor], bits: torch.Tensor) -> list[torch.Tensor]:
     """Return moments in bfloat16. Each has 16 of the 64 bits that are drawn for an element."""
     return [round_at_random(x.to(torch.float32), bits >> 16 * i) for i, x in enumerate(moments)]

@@ -85,7 +85,7 @@ def attention(
     _check_values(q, k, v, documents, n)
     _check_options(window, scale, softcap, method)
     if sinks is not None:
-        sinks = _expanded(sinks, q)
+        sinks = _expand_sink(sinks, q)
     check_tokens_split(axis, q.shape[_TOKENS])
     if n > 1:
         _check_average(axis)
@@ -170,7 +170,7 @@ def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
         raise TypeError(f"documents are {documents.dtype}: expected ints, the number of each token's document")
 
 
-def _expanded(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _expand_sink(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Return `[.., h]`: a sink for each head of each sequence, in the dtype of sums of exponentials."""
     if list(sinks.shape) != [q.shape[_HEADS]]:
         raise ValueError(

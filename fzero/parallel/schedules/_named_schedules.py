@@ -268,10 +268,10 @@ def schedule(
 
     candidate = listed([None] * ranks if name == "gpipe" else caps)
     best = min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
-    return best if name == "gpipe" else _tightened(best, listed, durations)
+    return best if name == "gpipe" else _tighten(best, listed, durations)
 
 
-def _tightened(
+def _tighten(
     best: PipelineSchedule, listed: Callable[[Sequence[int | None]], PipelineSchedule], durations: Durations
 ) -> PipelineSchedule:
     """Return the best of the greedy orders in the memory that a schedule needs, of those in theirs, and so on.

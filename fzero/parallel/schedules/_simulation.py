@@ -126,7 +126,7 @@ def _check_positions(schedule: "PipelineSchedule") -> None:
             counts[action] += 1
     duplicates = [action for action, n in counts.items() if n > 1]
     if duplicates:
-        raise _error(schedule, f"{_listed(duplicates)} {'appears' if len(duplicates) == 1 else 'appear'} twice")
+        raise _error(schedule, f"{_join_actions(duplicates)} {'appears' if len(duplicates) == 1 else 'appear'} twice")
 
 
 def _check_complete(schedule: "PipelineSchedule") -> None:
@@ -139,7 +139,7 @@ def _check_complete(schedule: "PipelineSchedule") -> None:
             _check_micro_batch(schedule, actions, stage, m)
     extra = sorted((a for a in actions if a.micro_batch >= count), key=str)
     if extra:
-        raise _error(schedule, f"{_listed(extra)}: stage 0 runs micro-batches 0 to {count - 1} only")
+        raise _error(schedule, f"{_join_actions(extra)}: stage 0 runs micro-batches 0 to {count - 1} only")
 
 
 def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage: int, m: int) -> None:
@@ -154,12 +154,12 @@ def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage
         )
     halves = [a for a in (inputs, weights) if a in actions]
     if backward in actions and halves:
-        raise _error(schedule, f"{backward} is the full backward pass, but {_listed(halves)} is there too")
+        raise _error(schedule, f"{backward} is the full backward pass, but {_join_actions(halves)} is there too")
     if backward not in actions and len(halves) < 2:
         absent, hint = f"{backward}, or {inputs} and {weights},", ""
         if halves:
             absent = weights if inputs in actions else inputs
-            hint = f", of which {_listed(halves)} is one half"
+            hint = f", of which {_join_actions(halves)} is one half"
         raise _error(
             schedule,
             f"{absent} of rank {schedule.rank_of_stage[stage]} is missing: the backward pass of stage {stage} for "
@@ -179,7 +179,7 @@ def _torch_1f1b_fault(schedule: "PipelineSchedule", actions: set[Action], stage:
     )
 
 
-def _listed(actions: list[Action]) -> str:
+def _join_actions(actions: list[Action]) -> str:
     text = ", ".join(map(str, actions[:4]))
     return text if len(actions) <= 4 else f"{text} and {len(actions) - 4} more"
 

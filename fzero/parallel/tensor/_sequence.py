@@ -135,15 +135,15 @@ def classify_children(name: str, block: torch.nn.Module, layers: Layers) -> dict
 
 def is_gathered(name: str, children: Mapping[str, str]) -> bool:
     """Return whether a module lies in a child that gathers all tokens, and leaves parts of them."""
-    return any(kind == "gathered" and _within(name, child) for child, kind in children.items())
+    return any(kind == "gathered" and _is_within(name, child) for child, kind in children.items())
 
 
-def _within(name: str, outer: str) -> bool:
+def _is_within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def _styles_in(outer: str, layers: Layers) -> list[str]:
-    return [name for name in layers.styles if _within(name, outer)]
+    return [name for name in layers.styles if _is_within(name, outer)]
 
 
 def _kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
@@ -155,4 +155,4 @@ def _kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
         name for name in styles if isinstance(layers.styles[name], ColumnParallel | RowParallel | ReplicatedParams)
     ]
     names = [f"{name}.{key}" for key, _ in child.named_parameters()]
-    return "gathered" if all(any(_within(name, at) for at in split_layers) for name in names) else "full"
+    return "gathered" if all(any(_is_within(name, at) for at in split_layers) for name in names) else "full"

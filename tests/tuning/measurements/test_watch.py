@@ -10,7 +10,7 @@ import torch
 
 import fzero
 from fzero import optim, tuning
-from fzero._torch import profiling
+from fzero._torch import is_profiling
 from fzero.tuning import CPU, StepMeasurement
 from fzero.tuning.measurements._measurement import find_hints
 from fzero.tuning.measurements._meter import Measurement, meter_of
@@ -149,7 +149,7 @@ def test_watch_raises_the_errors_of_the_step():
     with pytest.raises(RuntimeError):
         watched(torch.ones(3, 2))
     watched(torch.ones(3, 3))
-    assert not profiling()
+    assert not is_profiling()
 
 
 def planned_peaks(*, expandable_segments: bool) -> SimpleNamespace:
