@@ -89,12 +89,42 @@ _MODULE_OF = {
 }
 
 
+_OTHER_NAMES = {  # those of other libraries
+    "DDP": "fzero.shard(train_step, stage=0, mesh=mesh)",
+    "DistributedDataParallel": "fzero.shard(train_step, stage=0, mesh=mesh)",
+    "FSDP": "fzero.shard(train_step, stage=3, mesh=mesh)",
+    "FullyShardedDataParallel": "fzero.shard(train_step, stage=3, mesh=mesh)",
+    "ZeroRedundancyOptimizer": "fzero.shard(train_step, stage=1, mesh=mesh)",
+    "fully_shard": "fzero.shard(train_step, stage=3, mesh=mesh)",
+    "initialize": "fzero.shard(train_step, stage=2, mesh=mesh), and step.init(params, opt)",
+    "DeviceMesh": "fzero.mesh(dp=4)",
+    "init_device_mesh": "fzero.mesh(dp=4)",
+    "MixedPrecisionPolicy": "fzero.Precision, in fzero.optim.master_weights and fzero.value_and_grad",
+    "CPUOffloadPolicy": "fzero.optim.offload(opt, 1.0)",
+    "OffloadPolicy": "fzero.optim.offload(opt, 1.0)",
+    "no_sync": "fzero.value_and_grad(loss_fn, micro_batches=4)",
+    "save_checkpoint": "fzero.save(path, values)",
+    "load_checkpoint": "fzero.load(path, like)",
+    "load_state_dict": "fzero.load(path, like)",
+    "init_distributed": "not needed: fzero.mesh finds torchrun's processes",
+    "filter_grad": "fzero.value_and_grad",
+    "filter_jit": "fzero.jit",
+    "filter_value_and_grad": "fzero.value_and_grad",
+    "grad": "fzero.value_and_grad, or torch.func.grad of a function of full tensors",
+    "pmap": "mesh.spmd",
+    "shard_map": "mesh.spmd",
+    "vmap": "torch.vmap",
+    "psum": "fzero.collectives.psum",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import a module, or the module of a function, at its first use."""
     if name not in _LAZY_MODULES and name not in _MODULE_OF:
         modules = [x for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
         nearest = did_you_mean(name, __all__, "fzero.{}")
-        hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else nearest
+        own = f": here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else nearest
+        hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else own
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     module = importlib.import_module(f"fzero.{_MODULE_OF.get(name, name)}")
     value = getattr(module, name) if name in _MODULE_OF else module

@@ -37,6 +37,31 @@ _WORDS = {
     "reduction": ("reduce",),
     "zero_stage": ("stage",),
 }
+_OPTIMIZER = "the optimizer's: fzero.optim.offload(opt, ratio)"
+_POLICY = "fzero.Precision's: fzero.optim.master_weights(opt, precision), and fzero.value_and_grad(precision=precision)"
+# Arguments of other libraries that another function of fzero replaces.
+_ELSEWHERE = {
+    "axis_name": "axis=",
+    "config": "the arguments of fzero.shard, fzero.value_and_grad and fzero.jit, as docs/vocabulary.md lists them",
+    "cpu_offload": _OPTIMIZER,
+    "device_id": "the mesh's: fzero.mesh(dp=4, device=...)",
+    "gradient_accumulation_steps": "fzero.value_and_grad(loss_fn, micro_batches=4)",
+    "gradient_clipping": "the optimizer's: fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), opt)",
+    "max_grad_norm": "the optimizer's: fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), opt)",
+    "micro_batches": "fzero.value_and_grad(loss_fn, micro_batches=4)",
+    "mixed_precision": _POLICY,
+    "mp_policy": _POLICY,
+    "offload_optimizer": _OPTIMIZER,
+    "offload_param": "the optimizer's, at stage 3: fzero.optim.offload(opt, ratio, params=True)",
+    "offload_params": "the optimizer's, at stage 3: fzero.optim.offload(opt, ratio, params=True)",
+    "offload_policy": _OPTIMIZER,
+    "optimizer": "step.init's: params, opt_state = step.init(params, opt)",
+    "precision": _POLICY,
+    "reshard_after_forward": "the stage's: 3 gathers a unit again for its backward pass, and 2 keeps full parameters",
+    "shard_fn": "split=, over= and units=",
+    "static_argnames": "not needed: arguments that are no tensors are constants of a trace",
+    "static_argnums": "not needed: arguments that are no tensors are constants of a trace",
+}
 _NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
 
 
@@ -89,7 +114,11 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
     for name in names:
         known = [word for word in _WORDS.get(name, ()) if word in parameters]
         matches = known or difflib.get_close_matches(name, parameters, 1)
-        if name not in parameters and matches:
+        if name in parameters:
+            continue
+        if name in _ELSEWHERE and not known:
+            nearest.append(f"{name}= is {_ELSEWHERE[name]}")
+        elif matches:
             nearest.append(f"did you mean {matches[0]}=, not {name}=?")
     return "; ".join(nearest)
 

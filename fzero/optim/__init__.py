@@ -159,6 +159,12 @@ INTERNAL = [
 
 _OTHER_NAMES = {  # those of other libraries
     "warmup_cosine_decay_schedule": "fzero.optim.warmup_cosine",
+    "cosine_decay_schedule": "fzero.optim.warmup_cosine with warmup_steps=0",
+    "warmup_exponential_decay_schedule": "fzero.optim.join_schedules of linear and exponential_decay",
+    "piecewise_constant_schedule": "fzero.optim.piecewise_constant",
+    "apply_if_finite": "fzero.optim.dynamic_loss_scale, which skips steps whose gradients are not finite",
+    "adaptive_grad_clip": "fzero.optim.clip_by_block_rms, or clip_by_global_norm",
+    "noisy_sgd": "fzero.optim.sgd, with fzero.random in the loss",
     "linear_schedule": "fzero.optim.linear",
     "constant_schedule": "fzero.optim.constant",
     "multi_transform": "fzero.optim.by_group",

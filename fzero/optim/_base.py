@@ -15,7 +15,7 @@ from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
-from fzero.optim.checks import check_has_method, check_updates, checks_gradients, mark_role
+from fzero.optim.checks import check_has_method, check_updates, checks_gradients, checks_params, mark_role
 from fzero.tree import Tree
 
 __all__ = [
@@ -105,9 +105,10 @@ class Optimizer:
     param_offload_ratio: Ratio = 0
 
     def __post_init__(self) -> None:
-        """Let every update check its gradients."""
+        """Let every init check its parameters, and every update its gradients."""
         check_callable("init", self.init, "a function (params) -> state")
         check_callable("update", self.update, "a function (grads, state, params) -> (updates, state)")
+        object.__setattr__(self, "init", checks_params(self.init))
         object.__setattr__(self, "update", checks_gradients(self.update))
 
     @property

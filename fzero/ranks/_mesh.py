@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -113,6 +113,19 @@ def _create_joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]
     return tuple(groups)
 
 
+# What a DeviceMesh has, and a mesh has not.
+_ELSEWHERE = {
+    "get_group": "mesh.device_mesh has the process groups; fzero.collectives take the name of an axis",
+    "get_local_rank": "mesh.index(axis) is this process's place along an axis, and within a step fzero.axes.axis_index",
+    "get_rank": "mesh.rank",
+    "mesh_dim_names": "mesh.axis_names",
+    "dim_names": "mesh.axis_names",
+    "ndim": "len(mesh.axis_names)",
+    "device_type": "mesh.device.type",
+    "world_size": "mesh.size",
+}
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named axes of ranks. Make one with `fzero.mesh`.
@@ -132,6 +145,14 @@ class Mesh:
     simulation: str = "vmap"
     device: torch.device = _CPU
     within: tuple[tuple[str, int], ...] = ()
+
+    if not TYPE_CHECKING:  # a type checker finds a missing name itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an AttributeError that says what a mesh has in place of a DeviceMesh's attributes."""
+            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(message, name=name, obj=self)
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> "Mesh":
         """Return the mesh of the ranks that differ from this rank only along these axes.

@@ -331,6 +331,7 @@ def explain_error(
     if not is_message(error, error.__traceback__):  # of torch or of the user's code
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
         notes += _dtype_notes(str(error), args)
+        notes += [note for text, note in _NOTES.items() if text in str(error)]
     path = error.result_path if isinstance(error, DiffersByRankError) else None
     if path is not None and path.split(".")[0] in [str(i) for i in param_argnums]:
         notes.append(
@@ -349,6 +350,12 @@ def explain_error(
     return notes
 
 
+_NOTES = {  # part of a message of torch -> how a step does the same
+    "backward() called inside a functorch transform": "A step has no tape of autograd: loss, grads = "
+    "fzero.value_and_grad(loss_fn)(params, batch) takes the gradients",
+    "Default process group has not been initialized": "Simulated ranks have no process group: fzero.collectives has "
+    "the collectives, and fzero.axes.axis_index(axis) is the number of a rank",
+}
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "half": torch.float16,

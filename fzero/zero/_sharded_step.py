@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -38,6 +38,24 @@ from fzero.zero._stages import StageLayouts, stage_layouts
 from fzero.zero._unit_buffers import in_unit_buffers
 
 __all__ = ["ShardedStep"]
+
+
+# What DeepSpeed's engine and FSDP's modules have, and a step has not.
+_ELSEWHERE = {
+    "backward": "fzero.value_and_grad(loss_fn)(params, batch) takes gradients, within train_step",
+    "step": "a call of it updates: params, opt_state, loss = step(params, opt_state, batch)",
+    "zero_grad": "gradients are values, and nothing has to be cleared",
+    "forward": "fzero.evaluate(step, f) and fzero.predict(step, f) run a model",
+    "train": "give the module its mode before fzero.nn.functional(module)",
+    "eval": "give the module its mode before fzero.nn.functional(module); fzero.evaluate(step, f) evaluates",
+    "module": "parameters are arguments and results: step.gather(params) makes them full",
+    "parameters": "parameters are arguments and results: step.gather(params) makes them full",
+    "named_parameters": "parameters are arguments and results: step.gather(params) makes them full",
+    "state_dict": "step.gather(params) makes full tensors, and fzero.save(path, values, mesh) saves them in any layout",
+    "load_state_dict": "step.partition(params) shards full tensors, fzero.load(path, like, mesh) loads a checkpoint",
+    "save_checkpoint": "fzero.save(path, values, mesh)",
+    "load_checkpoint": "fzero.load(path, like, mesh)",
+}
 
 
 @dataclass(frozen=True)
@@ -164,6 +182,14 @@ class ShardedStep:
         """Make a rank program of `f` that runs on the step's mesh, with the step's axes and rules as defaults."""
         check_callable("f", f, "a function that each rank runs, as in step.program(f)(params, batch)")
         return Spmd(self.mesh, f, self.axis, self.rules)
+
+    if not TYPE_CHECKING:  # a type checker finds a missing name itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an AttributeError that says what a step has in place of an engine's or a module's methods."""
+            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(message, name=name, obj=self)
 
     def on_mesh(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""

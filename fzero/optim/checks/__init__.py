@@ -1,7 +1,7 @@
 """Checks of what a user passes to an optimizer: trees in each other's place, shapes, and torch's arguments."""
 
 from fzero.optim.checks._roles import has_role, mark_role, role_of, watch_roles
-from fzero.optim.checks._shapes import REMEDIES, check_gradients_like, check_updates, checks_gradients
+from fzero.optim.checks._shapes import REMEDIES, check_gradients_like, check_updates, checks_gradients, checks_params
 from fzero.optim.checks._torch_hints import check_has_method, torch_hints, torch_optimizer_message
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "check_has_method",
     "check_updates",
     "checks_gradients",
+    "checks_params",
     "has_role",
     "mark_role",
     "role_of",

@@ -1,6 +1,7 @@
 """Check shapes where trees are combined element by element: torch would broadcast another shape without a word."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from fzero.optim.checks._roles import mark_role, mark_state, role_of
 from fzero.sharding import Shard, is_box
 from fzero.tree import Tree
 
-__all__ = ["REMEDIES", "check_gradients_like", "check_updates", "checks_gradients"]
+__all__ = ["REMEDIES", "check_gradients_like", "check_updates", "checks_gradients", "checks_params"]
 
 _ORDER = "opt.update(grads, opt_state, params)"
 
@@ -55,6 +56,25 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(checked)["checks_gradients"] = True
     return api_boundary(checked)
+
+
+def checks_params(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an optimizer's init refuse a module or a generator in place of parameters, with a TypeError."""
+    if getattr(init, "checks_params", False):  # the optimizer is a copy of another
+        return init
+
+    @functools.wraps(init)
+    def checked(params: Tree) -> Tree:
+        """Make the state of these parameters."""
+        if isinstance(params, torch.nn.Module) or inspect.isgenerator(params):
+            raise TypeError(
+                f"opt.init was given a {type(params).__name__} as params: expected a tree of tensors, such as "
+                "dict(module.named_parameters()); step.init(module, opt) takes a module"
+            )
+        return init(params)
+
+    vars(checked)["checks_params"] = True
+    return api_boundary(checked, "opt.init(params) makes the state of these parameters")
 
 
 def _check_order(update: Callable[..., Any], grads: Any, params: Any) -> None:

@@ -1,0 +1,92 @@
+"""Names that DeepSpeed, FSDP2, optax, JAX and equinox have are answered with what fzero has in their place."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import optim
+from tests.errors.helpers import TRAIN_STEP, TWO, init, run, step_of
+
+ANY: Any = None
+STEP = step_of(3)
+MODULE = torch.nn.Linear(2, 2)
+
+
+def run_with(program: Any) -> Any:
+    """Run a step that does one wrong thing."""
+    return run(3, *init(3), train_step=lambda params, state, x: (params, state, program(params, x)))
+
+
+NAMES: dict[str, tuple[Any, str, str]] = {
+    "FSDP": (fzero, "FSDP", "here it is fzero.shard(train_step, stage=3, mesh=mesh)"),
+    "fully_shard": (fzero, "fully_shard", "here it is fzero.shard(train_step, stage=3"),
+    "DDP": (fzero, "DDP", "here it is fzero.shard(train_step, stage=0"),
+    "a device mesh": (fzero, "init_device_mesh", "here it is fzero.mesh(dp=4)"),
+    "DeepSpeed's engine": (fzero, "initialize", "here it is fzero.shard(train_step, stage=2"),
+    "a policy of FSDP2": (fzero, "MixedPrecisionPolicy", "here it is fzero.Precision, in"),
+    "no_sync": (fzero, "no_sync", "here it is fzero.value_and_grad(loss_fn, micro_batches=4)"),
+    "a checkpoint of DeepSpeed": (fzero, "save_checkpoint", "here it is fzero.save(path, values)"),
+    "equinox's jit": (fzero, "filter_jit", "here it is fzero.jit"),
+    "JAX's grad": (fzero, "grad", "here it is fzero.value_and_grad, or torch.func.grad"),
+    "a nearest name": (fzero, "value_and_grads", "did you mean fzero.value_and_grad?"),
+    "a cosine schedule of optax": (optim, "cosine_decay_schedule", "here it is fzero.optim.warmup_cosine"),
+    "optax's check": (optim, "apply_if_finite", "here it is fzero.optim.dynamic_loss_scale"),
+    "backward of an engine": (STEP, "backward", "fzero.value_and_grad(loss_fn)(params, batch) takes gradients"),
+    "step of an engine": (STEP, "step", "a call of it updates: params, opt_state, loss = step("),
+    "parameters of a module": (STEP, "parameters", "step.gather(params) makes them full"),
+    "a state dict": (STEP, "state_dict", "fzero.save(path, values, mesh) saves them in any layout"),
+    "a state dict of a jitted step": (fzero.jit(STEP), "state_dict", "fzero.save(path, values, mesh)"),
+    "the groups of a device mesh": (TWO, "get_group", "mesh.device_mesh has the process groups"),
+    "a rank of a device mesh": (TWO, "get_local_rank", "mesh.index(axis) is this process's place along an axis"),
+}
+CALLS: dict[str, tuple[Any, str]] = {
+    "reshard_after_forward": (lambda more: step_of(3, **more), "is the stage's: 3 gathers a unit again"),
+    "mp_policy": (lambda more: step_of(3, **more), "fzero.optim.master_weights(opt, precision)"),
+    "cpu_offload": (lambda more: step_of(3, **more), "fzero.optim.offload(opt, ratio)"),
+    "offload_optimizer": (lambda more: step_of(3, **more), "fzero.optim.offload(opt, ratio)"),
+    "gradient_clipping": (lambda more: step_of(3, **more), "fzero.optim.clip_by_global_norm"),
+    "config": (lambda more: fzero.shard(TRAIN_STEP, **more), "as docs/vocabulary.md lists them"),
+    "micro_batches": (lambda more: step_of(3, **more), "fzero.value_and_grad(loss_fn, micro_batches=4)"),
+    "static_argnums": (lambda more: fzero.jit(TRAIN_STEP, **more), "arguments that are no tensors are constants"),
+    "donate_argnums": (lambda more: fzero.jit(TRAIN_STEP, **more), "did you mean donate=, not donate_argnums=?"),
+}
+RAISED: dict[str, tuple[Any, str]] = {
+    "the state of a module": (lambda: optim.adamw(0.1).init(MODULE), "dict(module.named_parameters())"),
+    "the state of a generator": (lambda: optim.adamw(0.1).init(MODULE.parameters()), "was given a generator as params"),
+    "a state of nothing": (lambda: optim.adamw(0.1).init(), "opt.init(params) makes the state"),  # pyright: ignore
+    "backward within a step": (
+        lambda: run_with(lambda params, x: fzero.gather(params)["c"].sum().backward()),
+        "A step has no tape of autograd: loss, grads = fzero.value_and_grad",
+    ),
+    "a process's number within a simulation": (
+        lambda: run_with(lambda params, x: torch.distributed.get_rank()),
+        "Simulated ranks have no process group: fzero.collectives has the collectives",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_of_another_library_is_answered_with_the_right_one(case):
+    value, name, hint = NAMES[case]
+    with pytest.raises(AttributeError) as caught:
+        getattr(value, name)
+    assert hint in str(caught.value)
+    assert not hasattr(value, "_none")
+
+
+@pytest.mark.parametrize("argument", CALLS)
+def test_an_argument_of_another_library_is_answered_with_the_right_one(argument):
+    call, hint = CALLS[argument]
+    with pytest.raises(TypeError) as caught:
+        call({argument: ANY})
+    assert hint in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("case", RAISED)
+def test_a_habit_of_another_library_is_answered_with_the_right_one(case):
+    action, hint = RAISED[case]
+    with pytest.raises((TypeError, RuntimeError, ValueError)) as caught:
+        action()
+    assert any(hint in text for text in (str(caught.value), *getattr(caught.value, "__notes__", ())))
