@@ -27,6 +27,10 @@ _WORDS = {
     "collate_fn": ("collate",),
     "donate_argnums": ("donate",),
     "gradient_accumulation_steps": ("micro_batches",),
+    "decay_steps": ("total_steps",),
+    "end_value": ("end",),
+    "init_value": ("start", "value"),
+    "peak_value": ("peak",),
     "level": ("stage",),
     "mixed_precision": ("precision",),
     "mode": ("backend", "stage", "simulate"),
@@ -47,6 +51,7 @@ _ELSEWHERE = {
     "device_id": "the mesh's: fzero.mesh(dp=4, device=...)",
     "gradient_accumulation_steps": "fzero.value_and_grad(loss_fn, micro_batches=4)",
     "gradient_clipping": "the optimizer's: fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), opt)",
+    "map_location": "like='s: a leaf is read to the device of its tensor there",
     "max_grad_norm": "the optimizer's: fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), opt)",
     "micro_batches": "fzero.value_and_grad(loss_fn, micro_batches=4)",
     "mixed_precision": _POLICY,
@@ -60,6 +65,7 @@ _ELSEWHERE = {
     "reshard_after_forward": "the stage's: 3 gathers a unit again for its backward pass, and 2 keeps full parameters",
     "shard_fn": "split=, over= and units=",
     "static_argnames": "not needed: arguments that are no tensors are constants of a trace",
+    "weights_only": "not needed: a checkpoint of fzero holds no pickles",
     "static_argnums": "not needed: arguments that are no tensors are constants of a trace",
 }
 _NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"

@@ -118,6 +118,8 @@ def assert_equivalent(
         >>> params = {"w": torch.randn(3, 2, dtype=torch.float64)}
         >>> assert_equivalent(train_step, params, opt, [torch.randn(8, 3, dtype=torch.float64) for _ in range(3)])
     """
+    if not isinstance(batches, Sequence):
+        raise TypeError(f"batches is a {type(batches).__name__}: expected a list of global batches, one for each step")
     check_callable("train_step", train_step, "a function (params, opt_state, batch) -> (params, opt_state, ...)")
     options = options if pipeline is None else {"split": pipeline.split, **options}
     axes: list[dict[str, Any]] = [{"dp" if pipeline is None else pipeline.axis: n} for n in world_sizes]

@@ -284,6 +284,11 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, if the checkpoint holds another tree, or all checkpoints are damaged.
         """
+        if isinstance(like, str | int | None):
+            raise TypeError(
+                f"like={like!r}: expected the tree to read into, checkpoints.restore(like) of the newest step; "
+                "fzero.load(path, like) reads another"
+            )
         damaged: dict[int, str] = {}
         failure = ""
         memory_step = self._newest_in_memory()

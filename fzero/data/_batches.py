@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero._arguments import check_choice, is_int
 from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName
 from fzero.data._loading import BatchTarget, check_options, check_padding, check_sized, load_batches
@@ -71,6 +72,9 @@ def batches(
         True
     """
     check_sized(dataset)
+    if not is_int(seed):
+        raise ValueError(f"seed={seed!r}: expected an int")
+    check_choice("shuffle", shuffle, (True, False))
     check_options(global_batch, mesh, axis, collate, loader)
     if global_batch > len(dataset):
         raise ValueError(
@@ -155,8 +159,9 @@ class Batches:
             ValueError: if `start` or `stop` is negative.
             TypeError: if a leaf of a batch is not a tensor. The message names the leaf.
         """
-        if start < 0 or (stop is not None and stop < 0):
-            raise ValueError(f"steps({start}, {stop}): expected numbers of steps, 0 or more")
+        numbers = (start,) if stop is None else (start, stop)
+        if not all(is_int(n) and n >= 0 for n in numbers):
+            raise ValueError(f"steps({start!r}, {stop!r}): expected numbers of steps, ints of 0 or more")
         target = BatchTarget(self.mesh, self.axis)
         return enumerate(
             load_batches(
@@ -180,6 +185,12 @@ class Batches:
             yield order[position * self.global_batch : (position + 1) * self.global_batch].tolist()
 
     @api_boundary
+    def __iter__(self) -> Iterator[PerRank]:
+        """Raise an error: the batches have no end."""
+        raise TypeError(
+            "Batches have no end: for i, batch in data.steps(0, n) takes n of them; data.per_epoch are an epoch"
+        )
+
     def __getitem__(self, i: int) -> PerRank:
         """Load batch i."""
         if i < 0:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 
 import torch
 
@@ -31,6 +32,8 @@ def constant(value: float) -> Schedule:
         >>> constant(0.1)(torch.tensor(7))
         tensor(0.1000, dtype=torch.float64)
     """
+    if isinstance(value, bool) or not isinstance(value, Real | torch.Tensor):
+        raise ValueError(f"value={value!r}: expected a number")
     return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
 
 

@@ -452,6 +452,8 @@ def device_put(x: Any, device: torch.device) -> Any:
 
 
 def _check_tensor(label: str, path: str, x: Any) -> None:
+    if isinstance(x, PerRank):
+        raise TypeError(f"{tree.leaf_name(label, path)} is {x!r}, which is split already: split a global batch once")
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{tree.leaf_name(label, path)} is {tree.show(x)}: a value that differs by rank must be a tensor; pass "

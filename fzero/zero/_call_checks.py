@@ -350,9 +350,12 @@ def explain_error(
     return notes
 
 
+_PAIR = "Of a pair take both parts: apply of fzero.nn.functional returns (output, buffers)"
 _NOTES = {  # part of a message of torch -> how a step does the same
     "backward() called inside a functorch transform": "A step has no tape of autograd: loss, grads = "
     "fzero.value_and_grad(loss_fn)(params, batch) takes the gradients",
+    "must be Tensor, not tuple": _PAIR,
+    "'tuple' object has no attribute": _PAIR,
     "Default process group has not been initialized": "Simulated ranks have no process group: fzero.collectives has "
     "the collectives, and fzero.axes.axis_index(axis) is the number of a rank",
 }

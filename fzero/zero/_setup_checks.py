@@ -87,14 +87,16 @@ def check_train_step(train_step: Callable[..., Any]) -> None:
     """Check that a train step is a plain function that runs no optimizer of torch.optim, which would change nothing.
 
     Raises:
-        TypeError: if it is jitted or a module. Also if the step's globals or closure hold an optimizer of torch.optim,
-            and the step calls a `step` or an `update`.
+        TypeError: if it is jitted, sharded or a module. Also if the step's globals or closure hold an optimizer of
+            torch.optim, and the step calls a `step` or an `update`.
     """
     if isinstance(train_step, Jitted):
         raise TypeError(
             f"train_step is {train_step.name}, jitted already, and a jitted step is not compiled within another: "
             "shard first, then jit, step = fzero.jit(fzero.shard(train_step, stage=2, mesh=mesh))"
         )
+    if hasattr(train_step, "param_argnums"):
+        raise TypeError(f"train_step is {train_step!r}, sharded already: step.train_step is the function of one device")
     if isinstance(train_step, torch.nn.Module):
         raise TypeError(
             f"train_step is a module, {type(train_step).__name__}: fzero.shard takes a function, (params, opt_state, "

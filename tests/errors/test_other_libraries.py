@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import fzero
-from fzero import optim
+from fzero import data, optim
 from tests.errors.helpers import TRAIN_STEP, TWO, init, run, step_of
 
-ANY: Any = None
+ANY: Any = 3.0
 STEP = step_of(3)
+BATCHES = data.batches([1, 2], TWO, global_batch=2)
 MODULE = torch.nn.Linear(2, 2)
 
 
@@ -60,6 +61,35 @@ RAISED: dict[str, tuple[Any, str]] = {
         lambda: run_with(lambda params, x: fzero.gather(params)["c"].sum().backward()),
         "A step has no tape of autograd: loss, grads = fzero.value_and_grad",
     ),
+    "the output of apply as a tensor": (
+        lambda: run_with(lambda params, x: (x, {}).mean()),  # pyright: ignore
+        "apply of fzero.nn.functional returns (output, buffers)",
+    ),
+    "epochs without end": (lambda: [*BATCHES], "for i, batch in data.steps(0, n) takes n of them"),
+    "a number of steps as a float": (lambda: BATCHES.steps(0, ANY), "expected numbers of steps, ints"),
+    "a seed of another type": (
+        lambda: data.batches([1, 2], TWO, global_batch=2, seed="a"),
+        "seed='a': expected an int",
+    ),  # pyright: ignore
+    "a batch that is split twice": (lambda: TWO.split(TWO.split(torch.ones(4))), "which is split already"),
+    "a step that is sharded twice": (lambda: fzero.shard(STEP, 3, TWO), "sharded already: step.train_step"),
+    "the number of a step to restore": (
+        lambda: fzero.checkpoint.checkpoints("/nowhere").restore(4),
+        "like=4: expected the tree to read into, checkpoints.restore(like) of the newest step",
+    ),
+    "weights of torch.load": (
+        lambda: fzero.load("/nowhere", {}, weights_only=True),  # pyright: ignore
+        "weights_only= is not needed: a checkpoint of fzero holds no pickles",
+    ),
+    "a constant schedule of text": (lambda: optim.constant("1"), "value='1': expected a number"),  # pyright: ignore
+    "a peak of optax": (
+        lambda: optim.warmup_cosine(peak_value=1.0, warmup_steps=1, total_steps=2),  # pyright: ignore
+        "did you mean peak=, not peak_value=?",
+    ),
+    "a batch in place of batches": (
+        lambda: fzero.testing.assert_equivalent(TRAIN_STEP, {}, optim.sgd(0.1), {"x": torch.ones(2)}),  # pyright: ignore
+        "batches is a dict: expected a list of global batches",
+    ),
     "a process's number within a simulation": (
         lambda: run_with(lambda params, x: torch.distributed.get_rank()),
         "Simulated ranks have no process group: fzero.collectives has the collectives",
@@ -87,6 +117,6 @@ def test_an_argument_of_another_library_is_answered_with_the_right_one(argument)
 @pytest.mark.parametrize("case", RAISED)
 def test_a_habit_of_another_library_is_answered_with_the_right_one(case):
     action, hint = RAISED[case]
-    with pytest.raises((TypeError, RuntimeError, ValueError)) as caught:
+    with pytest.raises((TypeError, RuntimeError, ValueError, AttributeError)) as caught:
         action()
     assert any(hint in text for text in (str(caught.value), *getattr(caught.value, "__notes__", ())))
