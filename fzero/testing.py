@@ -3,6 +3,7 @@
 It needs the extra `fzero[testing]` (hypothesis).
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -263,22 +264,24 @@ def optimizers() -> st.SearchStrategy[optim.Optimizer]:
     def matrices(params: Any) -> Any:
         return tree.map(lambda p: p.ndim >= 2, params)
 
+    usual = {"eps": 1e-3, "weight_decay": 0.1, "mask": matrices, "initial_accumulator_value": 0.1, "ns_dtype": None}
+    usual |= {"fallback": optim.adam(1e-2, eps=1e-3)}
+
+    def make(name: str) -> optim.Optimizer:
+        takes = inspect.signature(getattr(optim, name)).parameters
+        return getattr(optim, name)(1e-2, **{k: v for k, v in usual.items() if k in takes})
+
+    functions = [f for name in optim.__all__ if inspect.isfunction(f := getattr(optim, name))]
+    whole = [f.__name__ for f in functions if next(iter(inspect.signature(f).parameters), "") == "learning_rate"]
     return st.sampled_from(
         [
-            optim.sgd(0.1),
+            *[make(name) for name in whole],
             optim.sgd(0.1, momentum=0.9),
             optim.sgd(optim.warmup_cosine(0.1, 1, 4), momentum=0.9, nesterov=True),
-            optim.adam(1e-2, eps=1e-3),
-            optim.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=matrices),
             optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)),
             optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.constant(1e-2), eps=1e-3)),
-            optim.adagrad(0.1, initial_accumulator_value=0.1),
-            optim.lion(1e-2, weight_decay=0.1, mask=matrices),
-            optim.lamb(1e-2, eps=1e-3, weight_decay=0.1, mask=matrices),
-            optim.adafactor(0.1, eps=1e-2),
             optim.masked(optim.adam(1e-2, eps=1e-3), matrices),
             optim.on_full_leaves(optim.adamw(1e-2, eps=1e-3)),
-            optim.muon(0.1, fallback=optim.adam(1e-2, eps=1e-3), ns_dtype=None),
             optim.chain(optim.clip_by_block_rms(0.5), optim.sgd(0.1), optim.params_ema(0.9)),
             optim.inject_hyperparams(optim.adamw)(optim.linear(1e-2, 1e-3, 4), eps=1e-3, weight_decay=0.1),
         ]

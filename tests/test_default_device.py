@@ -8,21 +8,17 @@ import torch
 import fzero
 from fzero import optim
 from tests.helpers import cases
+from tests.optim.table import EACH
 from tests.sources import nodes_of, python_files
 
 MAKERS = {"zeros", "ones", "empty", "full", "tensor", "arange", "eye", "rand", "randn", "linspace", "scalar_tensor"}
 MAKERS |= {"as_tensor", "randint", "randperm"}
 ASKS_FOR_THE_DEFAULT = "random/_torch_draws.py"  # it draws what the user's own call would have drawn
 CPU = torch.device("cpu")
-OPTIMIZERS = {
-    "sgd": optim.sgd(optim.warmup_cosine(0.1, 1, 4), momentum=0.9, nesterov=True),
-    "adamw": optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.constant(1e-2), eps=1e-3)),
-    "adagrad": optim.adagrad(0.1, initial_accumulator_value=0.1),
-    "lion": optim.lion(1e-2),
-    "lamb": optim.lamb(1e-2, eps=1e-3),
-    "adafactor": optim.adafactor(0.1, eps=1e-2),
+OPTIMIZERS = EACH | {
+    "schedule": optim.sgd(optim.warmup_cosine(0.1, 1, 4), momentum=0.9, nesterov=True),
+    "clipping": optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(optim.constant(1e-2), eps=1e-3)),
     "full leaves": optim.on_full_leaves(optim.adamw(1e-2, eps=1e-3)),
-    "muon": optim.muon(0.1, fallback=optim.adam(1e-2, eps=1e-3), ns_dtype=None),
     "ema": optim.chain(optim.clip_by_block_rms(0.5), optim.sgd(0.1), optim.params_ema(0.9)),
     "hyperparameters": optim.inject_hyperparams(optim.adamw)(optim.linear(1e-2, 1e-3, 4), eps=1e-3),
     "offload": optim.offload(optim.adamw(1e-2), 0.5),

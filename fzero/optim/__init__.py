@@ -41,7 +41,15 @@ from fzero.optim._schedules import (
     warmup_linear,
 )
 from fzero.optim._states import is_opt_state
-from fzero.optim.checks import check_has_method, has_role, mark_role, role_of, torch_optimizer_message, watch_roles
+from fzero.optim.checks import (
+    check_has_method,
+    has_role,
+    mark_role,
+    role_of,
+    torch_equivalents,
+    torch_optimizer_message,
+    watch_roles,
+)
 from fzero.optim.moments import EightBit, Moments, SixteenBit
 from fzero.optim.wrappers import (
     DelayedState,
@@ -153,6 +161,7 @@ INTERNAL = [
     "mark_role",
     "role_of",
     "round_master",
+    "torch_equivalents",
     "torch_optimizer_message",
     "watch_roles",
 ]

@@ -1,6 +1,7 @@
 """ParamGroups: the parameter groups of a torch optimizer, as an fzero optimizer that takes the rates at each step."""
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class ParamGroups:
     The learning rates are arguments of each step, because a scheduler of torch changes them between steps.
 
     Attributes:
-        kind: the name of the torch optimizer's class, a key of `_OPTIMIZERS`.
+        kind: the name of the torch optimizer's class, one of `_OPTIMIZERS`.
         names: the names of each group's parameters.
         hyperparams: the hyperparameters of each group, as torch names them.
     """
@@ -42,7 +43,7 @@ class ParamGroups:
         The moments are kept once; masks select what differs by group.
         """
         shared = self.hyperparams[0]
-        base, coupled = _OPTIMIZERS[self.kind](shared)
+        base, coupled = _base_of(self.kind, shared)
         decays = [
             self._of_group(i, optim.add_decayed_weights(group["weight_decay"]))
             for i, group in enumerate(self.hyperparams)
@@ -143,7 +144,7 @@ def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[_Group, ...]:
                 f"{source}: groups 0 and {i} have different {differing[0]} ({hyperparams[0].get(differing[0])!r} and "
                 f"{group[differing[0]]!r}): groups may differ in lr and weight_decay only"
             )
-    _OPTIMIZERS[type(opt).__name__](hyperparams[0])  # so that an option without a counterpart is refused now
+    _base_of(type(opt).__name__, hyperparams[0])  # so that an option without a counterpart is refused now
     return tuple(hyperparams)
 
 
@@ -161,26 +162,41 @@ def hold_stand_ins(opt: torch.optim.Optimizer, groups: ParamGroups, model: torch
 _Base = tuple[optim.Optimizer, bool]  # the direction of descent, and whether the weight decay is part of the gradient
 
 
-def _adamw(group: _Group) -> _Base:
-    b1, b2 = group["betas"]
-    return optim.scale_by_adam(b1, b2, group["eps"]), False
+_IGNORED = ("capturable", "decoupled_weight_decay", "foreach", "fused", "lr", "weight_decay")
+_ADVICE = {"lr_decay": "use a learning rate scheduler in its place"}
 
 
-def _adam(group: _Group) -> _Base:
-    return _adamw(group)[0], not group.get("decoupled_weight_decay")
+def _base_of(kind: str, group: _Group) -> _Base:
+    """Return fzero's optimizer for a group of a torch optimizer, by the names that both have.
+
+    Raises:
+        ValueError: if an option of the group has no counterpart.
+    """
+    make = optim.torch_equivalents()[kind]
+    takes = inspect.signature(make).parameters
+    values = {name: value for name, value in group.items() if name not in _IGNORED}
+    if "betas" in values:
+        values["b1"], values["b2"] = values.pop("betas")
+    for name, value in values.items():
+        if value and name not in takes:
+            raise ValueError(
+                f"{kind}({name}={value}) has no counterpart in fzero.optim: {_ADVICE.get(name, 'leave it out')}"
+            )
+    hyperparams = {name: value for name, value in values.items() if name in takes}
+    undecayed = {"weight_decay": 0.0} if "weight_decay" in takes else {}  # the groups' decays are links of their own
+    is_coupled = not group.get("decoupled_weight_decay", kind == "AdamW")
+    return optim.chain(make(1.0, **hyperparams, **undecayed), optim.scale(-1.0)), is_coupled
 
 
-def _sgd(group: _Group) -> _Base:
-    if group["dampening"]:
-        raise ValueError(f"SGD(dampening={group['dampening']}) has no counterpart in fzero.optim: leave it out")
-    return optim.chain(optim.sgd(1.0, group["momentum"], group["nesterov"]), optim.scale(-1.0)), True
+def _translates(kind: str) -> bool:
+    """Return whether a torch optimizer with its own defaults has a counterpart."""
+    parameters = inspect.signature(getattr(torch.optim, kind)).parameters.values()
+    try:
+        base, _ = _base_of(kind, {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty})
+    except (TypeError, ValueError):
+        return False
+    return base.elementwise is not False  # groups are masks, and a leaf of another group is seen as zeros
 
 
-def _adagrad(group: _Group) -> _Base:
-    if group["lr_decay"]:
-        raise ValueError(f"Adagrad(lr_decay={group['lr_decay']}): use a learning rate scheduler in its place")
-    return optim.chain(optim.adagrad(1.0, group["initial_accumulator_value"], group["eps"]), optim.scale(-1.0)), True
-
-
-# To add an optimizer of torch: its class's name, and a function of a group's hyperparameters.
-_OPTIMIZERS: dict[str, Callable[[_Group], _Base]] = {"AdamW": _adamw, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}
+_OPTIMIZERS = tuple([kind for kind in optim.torch_equivalents() if _translates(kind)])
+"""The classes of torch.optim whose groups fzero trains with: each elementwise one whose options fzero.optim has."""

@@ -6,14 +6,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fzero import optim, tree
 from fzero._torch import foreach
+from tests.optim.table import EACH
 
-OPTIMIZERS = {
-    "adamw": optim.adamw(1e-2, mask=lambda params: tree.map(lambda p: p.ndim >= 2, params)),
+OPTIMIZERS = EACH | {
+    "masked decay": optim.adamw(1e-2, mask=lambda params: tree.map(lambda p: p.ndim >= 2, params)),
     "adamw with a schedule": optim.adamw(lambda count: 1e-2 / (1 + count)),
     "injected": optim.inject_hyperparams(optim.adamw)(1e-2, weight_decay=0.1),
     "clip and scale_by_adam": optim.chain(optim.clip_by_global_norm(0.1), optim.scale_by_adam(), optim.scale(-0.1)),
-    "sgd": optim.sgd(0.1, momentum=0.9, nesterov=True),
-    "adagrad": optim.adagrad(0.1),
+    "nesterov": optim.sgd(0.1, momentum=0.9, nesterov=True),
     "add_decayed_weights": optim.chain(optim.add_decayed_weights(0.1), optim.sgd(0.1)),
 }
 

@@ -14,6 +14,7 @@ from fzero.checkpoint import _tensor_bytes
 from fzero.checkpoint.layout import ChunkRange, local_tree, runs
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
 from tests.helpers import cases, examples
+from tests.optim.table import EACH
 
 
 @examples(8, 40)
@@ -103,14 +104,8 @@ def test_a_checkpoint_takes_the_bytes_of_its_state(tmp_path):
     assert len(sizes) == 4 and max(sizes) - min(sizes) < 256 and whole < sum(sizes) < whole + 4 * 800
 
 
-OPTIMIZERS = {
-    "sgd": optim.sgd(0.1),
+OPTIMIZERS = EACH | {
     "momentum": optim.sgd(0.1, momentum=0.9),
-    "adam": optim.adam(0.1),
-    "adagrad": optim.adagrad(0.1),
-    "lion": optim.lion(0.1),
-    "lamb": optim.lamb(0.1),
-    "adafactor": optim.adafactor(0.1),
     "chain": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(optim.warmup_cosine(0.1, 2, 9))),
     "loss scale": optim.dynamic_loss_scale(optim.adam(0.1)),
     "masters": optim.master_weights(optim.adamw(0.1), fzero.Precision(param=torch.bfloat16)),

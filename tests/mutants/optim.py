@@ -1,7 +1,12 @@
 """Faults in fzero/optim."""
 
+import inspect
+import pathlib
+
+from fzero import optim
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
-from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, SHARD_MASTERS, WRAPPERS, Fault, File
+from tests.mutants.mutant import FULL_LEAVES, HALF, OPTIM_LAWS, SHARD_MASTERS, WRAPPERS, Fault, File, Mutant
+from tests.optim.pages import ROOT, whole_optimizers
 
 EIGHT_BIT, ROUNDING = ("tests/optim/moments/test_eight_bit.py",), ("tests/optim/wrappers/test_stochastic_rounding.py",)
 SIXTEEN_BIT = ("tests/optim/moments/test_sixteen_bit.py",)
@@ -236,3 +241,19 @@ MUTANTS = [
         ),
     ),
 ]
+
+
+def of_other_optimizers(planted: list[Mutant]) -> list[Mutant]:
+    """Plant a fault in each optimizer that has none: its rate is zero."""
+    with_fault = {mutant.symbol.split(".")[0] for mutant in planted}
+    mutants = []
+    for name in [name for name in whole_optimizers() if name not in with_fault]:
+        path = pathlib.Path(inspect.unwrap(getattr(optim, name)).__code__.co_filename).relative_to(ROOT / "fzero")
+        fault = Fault(
+            f"{name} takes steps of no size", name, becomes("check_rate(learning_rate)", "learning_rate = 0.0")
+        )
+        mutants += File(str(path), OPTIM_LAWS).faults(fault)
+    return mutants
+
+
+MUTANTS += of_other_optimizers(MUTANTS)

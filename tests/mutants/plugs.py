@@ -139,7 +139,7 @@ MUTANTS = [
         Fault(
             "a schedule of betas is not seen", "ParamGroups.rates", becomes("group[name] != value", "False"), LIGHTNING
         ),
-        Fault("Adam's weight decay is decoupled", "_adam", becomes('not group.get("decoupled_weight_decay")', "False")),
+        Fault("Adam's weight decay is decoupled", "_base_of", becomes("not group.get(A, B)", "False")),
     ),
     *File("transforms/_accumulate.py", AUTOGRAD).faults(
         Fault("autograd's loss keeps its graph", "_by_autograd", becomes("loss.detach()", "loss")),

@@ -11,6 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import stages, trees
 from tests.helpers import LEAST
+from tests.optim.table import EACH
 from tests.zero.helpers import loss_of_tree
 
 Wrap = Callable[[Any], optim.Optimizer]
@@ -56,12 +57,16 @@ CLIP = optim.clip_by_global_norm(0.5)
 ADAMW = optim.adamw(1e-2, weight_decay=0.1, mask=matrices)
 FALLING = optim.warmup_cosine(1e-2, 2, 10)
 
-POINTWISE: dict[str, Row] = {
-    "sgd": Row(lambda o, p: o(optim.sgd(0.1))),
+
+def rows(elementwise: bool) -> dict[str, Row]:
+    """Each optimizer of fzero.optim, if its update is elementwise, or the others."""
+    chosen = {name: opt for name, opt in EACH.items() if (opt.elementwise is not False) == elementwise}
+    return {name: Row(lambda o, p, opt=opt: o(opt)) for name, opt in chosen.items()}
+
+
+POINTWISE: dict[str, Row] = rows(elementwise=True) | {
     "momentum": Row(lambda o, p: o(optim.sgd(0.1, momentum=0.9, nesterov=True))),
     "adamw": Row(lambda o, p: o(ADAMW)),
-    "lion": Row(lambda o, p: o(optim.lion(1e-2, weight_decay=0.1))),
-    "adagrad": Row(lambda o, p: o(optim.adagrad(1e-1, initial_accumulator_value=0.1))),
     "a schedule": Row(lambda o, p: o(optim.adamw(FALLING))),
     "clip before": Row(lambda o, p: optim.chain(CLIP, o(ADAMW))),
     "a link behind": Row(lambda o, p: optim.chain(o(optim.scale_by_adam()), optim.scale_by_learning_rate(FALLING))),
@@ -82,12 +87,10 @@ POINTWISE: dict[str, Row] = {
     "masters around": Row(lambda o, p: masters(o(ADAMW)), BF16),
     "a loss scale around": Row(lambda o, p: optim.dynamic_loss_scale(o(masters(ADAMW)), 64.0), BF16, True),
 }
-ON_DEVICE_ONLY: dict[str, Row] = {
+ON_DEVICE_ONLY: dict[str, Row] = rows(elementwise=False) | {
     "clip inside": Row(lambda o, p: o(optim.chain(CLIP, ADAMW))),
     "clip by block": Row(lambda o, p: o(optim.chain(optim.clip_by_block_rms(0.5), ADAMW))),
     "lamb": Row(lambda o, p: o(optim.lamb(1e-2, weight_decay=0.1, mask=matrices))),
-    "adafactor": Row(lambda o, p: o(optim.adafactor(0.1, eps=1e-2))),
-    "muon": Row(lambda o, p: o(optim.muon(0.1, fallback=optim.adam(1e-2, eps=1e-3), ns_dtype=None))),
     "whole": Row(lambda o, p: o(optim.on_full_leaves(optim.adamw(1e-2)))),
     "masked lamb": Row(lambda o, p: o(optim.masked(optim.lamb(1e-2), matrices))),
     "masters of lamb": Row(lambda o, p: o(masters(optim.chain(CLIP, optim.lamb(1e-2)))), BF16),

@@ -165,6 +165,9 @@ TABLE = {
     ),
 }
 
+# Each optimizer of fzero.optim by its name, for the laws of other packages.
+EACH = {name: TABLE[name].optimizer for name in optim.__all__ if name in TABLE}
+
 
 def small_params() -> dict[str, Any]:
     """A unit of two leaves and one of a 0-d leaf; no size divides by 3 or 4 ranks."""

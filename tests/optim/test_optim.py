@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.optim._states import _STATES
-from fzero.optim.checks._torch_hints import _EQUIVALENTS
+from fzero.optim import is_opt_state
 from fzero.testing import assert_equivalent, assert_trees_close, trees
 from tests.helpers import ALL_STAGES, cases, examples, train_step_for
 from tests.optim.helpers import (
@@ -31,6 +30,7 @@ from tests.optim.helpers import (
     train,
     train_with_torch,
 )
+from tests.optim.table import TABLE, small_params
 
 
 class Pair(NamedTuple):
@@ -404,16 +404,20 @@ def test_poisoned_padding_never_affects_training(stage, value):
     assert_trees_close(step.gather(params), train(opt, params_of(), batches), 1e-12)
 
 
-def test_every_public_state_class_counts_as_an_optimizer_state():
-    """`is_opt_state` lists them, so that a new optimizer's state in place of parameters is told, too."""
-    names = [name for name in optim.__all__ if name.endswith("State") and name != "OptState"]  # that is any tree
-    public = {getattr(optim, name) for name in names}
-    assert public == {*_STATES}, "fzero/optim/_states.py: _STATES"
+@pytest.mark.parametrize("name", TABLE)
+def test_the_state_of_every_optimizer_counts_as_one(name):
+    """So that it is told in place of parameters. A state without tensors is an empty tuple, and so are other trees."""
+    state = TABLE[name].optimizer.init(small_params())
+    classes = {type(x) for x in (state, *(state if type(state) is tuple else ()))}
+    assert is_opt_state(state) == any(kind.__name__.endswith("State") for kind in classes)
+    assert not is_opt_state(small_params())
 
 
 def test_every_optimizer_that_torch_has_too_is_in_the_torch_hints():
-    classes = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    assert {name for name in optim.__all__ if name in classes} == {*_EQUIVALENTS}, "optim/checks/_torch_hints.py"
+    classes = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    functions = {name: getattr(optim, name.lower()) for name in classes if name.lower() in optim.__all__}
+    hinted = {name: f.__name__ for name, f in optim.torch_equivalents().items()}
+    assert {name: f.__name__ for name, f in functions.items()} == hinted, "@torch_hints on each of them"
 
 
 # Optimizers of others.

@@ -19,6 +19,7 @@ from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, 
 from tests.helpers import LEAST, cases, either, examples, train_step_for
 from tests.mutants import MUTANTS
 from tests.optim.helpers import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
+from tests.optim.pages import pages, whole_optimizers
 from tests.optim.table import FALLING, TABLE, biases, small_loss, small_params
 from tests.zero.helpers import RULES, loss_of_tree
 
@@ -70,14 +71,14 @@ def test_the_table_has_every_public_optimizer():
     assert {"adamw", "chain", "scale_by_lion"} <= makers, "no longer found by its annotation"
     missing = sorted(makers - with_row - {*WITHOUT_ROW})
     assert not missing, f"fzero.optim has {missing}: add a row to TABLE in {table}"
+    unnamed = sorted({*whole_optimizers()} - {*TABLE})
+    assert not unnamed, f"TABLE in {table}: a row with the name of each of {unnamed}"
     assert not {*WITHOUT_ROW} & with_row | {*WITHOUT_ROW} - makers, "WITHOUT_ROW: remove what has a row or is gone"
 
 
-def whole_optimizers() -> list[str]:
-    """Names of the public functions that take a rate and return a whole optimizer, not a link of a chain."""
-    functions = {name: f for name in optim.__all__ if inspect.isfunction(f := getattr(optim, name))}
-    first = {name: next(iter(inspect.signature(f).parameters), None) for name, f in functions.items()}
-    return [name for name in first if first[name] == "learning_rate" and not name.startswith("scale_by_")]
+def test_the_pages_list_the_optimizers_that_there_are():
+    for path, text in pages().items():
+        assert path.read_text() == text, f"python -m tests.optim writes {path}"
 
 
 def test_random_tests_draw_every_optimizer(monkeypatch):

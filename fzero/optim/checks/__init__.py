@@ -2,7 +2,7 @@
 
 from fzero.optim.checks._roles import has_role, mark_role, role_of, watch_roles
 from fzero.optim.checks._shapes import REMEDIES, check_gradients_like, check_updates, checks_gradients, checks_params
-from fzero.optim.checks._torch_hints import check_has_method, torch_hints, torch_optimizer_message
+from fzero.optim.checks._torch_hints import check_has_method, torch_equivalents, torch_hints, torch_optimizer_message
 
 __all__ = [
     "REMEDIES",
@@ -14,6 +14,7 @@ __all__ = [
     "has_role",
     "mark_role",
     "role_of",
+    "torch_equivalents",
     "torch_hints",
     "torch_optimizer_message",
     "watch_roles",

@@ -13,10 +13,16 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 
-__all__ = ["check_has_method", "torch_hints", "torch_optimizer_message"]
+__all__ = ["check_has_method", "torch_equivalents", "torch_hints", "torch_optimizer_message"]
 
 
-_EQUIVALENTS = ("sgd", "adam", "adamw", "adagrad", "adafactor", "muon")  # of classes of torch.optim
+_MAKERS: dict[str, Callable[..., Any]] = {}  # what `torch_hints` decorates, by name
+
+
+def torch_equivalents() -> dict[str, Callable[..., Any]]:
+    """Return the functions that make an optimizer of torch's name, by the names of torch's classes."""
+    classes = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
+    return {name: _MAKERS[name.lower()] for name in sorted(classes) if name.lower() in _MAKERS}
 
 
 def check_has_method(opt: Any, method: str) -> None:
@@ -47,8 +53,9 @@ def torch_optimizer_message(opt: Any) -> str:
     name = f"a torch.optim.{kind.__name__}" if own else f"an optimizer of torch, {kind.__module__}.{kind.__qualname__}"
     text = f"opt is {name}, which writes into parameters that it holds. A sharded step takes an (init, update) pair, "
     text += "two pure functions: "
-    if kind.__name__.lower() not in _EQUIVALENTS:
-        return f"{text}fzero.optim has {', '.join(_EQUIVALENTS)}, lion, lamb, and links to chain your own"
+    if kind.__name__ not in torch_equivalents():
+        whole = [f for f in _MAKERS.values() if next(iter(inspect.signature(f).parameters)) == "learning_rate"]
+        return f"{text}fzero.optim has {', '.join(sorted([f.__name__ for f in whole]))}, and links to chain your own"
     rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])
     return f"{text}fzero.optim.{kind.__name__.lower()}({rate})"
 
@@ -104,6 +111,7 @@ def torch_hints(make: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     name, signature = make.__name__, inspect.signature(make)
     arguments = frozenset(signature.parameters)
+    _MAKERS[name] = make
 
     @functools.wraps(make)
     def make_with_hints(*args: _P.args, **kwargs: _P.kwargs) -> _R:
