@@ -31,9 +31,9 @@ from fzero.random import call_with_key, next_key
 from fzero.transforms._remat_call import (
     BatchFlags,
     BlockCall,
+    IndexedTree,
     Jvp,
     Map,
-    StandIns,
     Step,
     TupleFunction,
     Vjp,
@@ -82,12 +82,12 @@ class _Recording:
 
     Attributes:
         log: the operations whose results are on the tape.
-        result: the block's result, with stand-ins for tensors.
+        result: the block's result, with indices in place of tensors.
         is_tracked: whether each run is within a vjp of its own.
     """
 
     log: OperationLog
-    result: StandIns
+    result: IndexedTree
     is_tracked: bool
 
 
@@ -150,7 +150,7 @@ class _Computation:
     def _record(self, tensors: Tensors) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
         """Run the block once, and return its results, the tape, and all that the backward pass must know of the run."""
         call, tape = self.call, RandomTape(self.call.save)
-        runs: list[tuple[Guard, StandIns]] = []
+        runs: list[tuple[Guard, IndexedTree]] = []
 
         def f(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             guard = Guard([x for x, d in zip(xs, call.differentiated, strict=True) if d])

@@ -24,9 +24,9 @@ from fzero.transforms._stage_transforms import gather
 __all__ = [
     "BatchFlags",
     "BlockCall",
+    "IndexedTree",
     "Jvp",
     "Map",
-    "StandIns",
     "Step",
     "TupleFunction",
     "Vjp",
@@ -48,7 +48,7 @@ _CONSTANTS: tuple[type, ...] = (
 )
 
 
-class _TensorStandIn(NamedTuple):
+class _TensorIndex(NamedTuple):
     """Stands for a tensor: its index among the distinct tensors."""
 
     index: int
@@ -57,7 +57,7 @@ class _TensorStandIn(NamedTuple):
         return tensors[self.index]
 
 
-class _ShardStandIn(NamedTuple):
+class _ShardIndices(NamedTuple):
     """Stands for a `Shard`: the id of its spec, and the indices of its pieces and of its origin."""
 
     spec_id: int
@@ -90,11 +90,11 @@ class _DistinctTensors:
 
 
 @dataclass(frozen=True)
-class StandIns:
+class IndexedTree:
     """A tree without its tensors.
 
     Attributes:
-        leaves: the tree's leaves, with stand-ins for tensors and boxes.
+        leaves: the tree's leaves, with indices in place of tensors and boxes.
         structure: the tree's structure.
     """
 
@@ -102,43 +102,43 @@ class StandIns:
     structure: Any
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tree with tensors in place of their stand-ins."""
-        leaves = [x.restore(tensors) if isinstance(x, _TensorStandIn | _ShardStandIn) else x for x in self.leaves]
+        """Return the tree with tensors in place of their indices."""
+        leaves = [x.restore(tensors) if isinstance(x, _TensorIndex | _ShardIndices) else x for x in self.leaves]
         return tree.unflatten(self.structure, leaves)
 
     def boxed_indices(self) -> frozenset[int]:
         """Return the indices of the tensors in boxes."""
-        boxes = [x for x in self.leaves if isinstance(x, _ShardStandIn)]
+        boxes = [x for x in self.leaves if isinstance(x, _ShardIndices)]
         return frozenset([i for x in boxes for i in (*x.data, *(x.origin or ()))])
 
     def has_boxes(self) -> bool:
         """Return whether a leaf is a box. A slot without its shard counts too, so that gathering it raises an error."""
-        return any(isinstance(x, _ShardStandIn | Slot) for x in self.leaves)
+        return any(isinstance(x, _ShardIndices | Slot) for x in self.leaves)
 
 
-def _replace_arguments(args: Any, kwargs: Any, distinct: _DistinctTensors) -> StandIns:
-    """Replace the tensors in a call's arguments, and in their boxes, by stand-ins.
+def _replace_arguments(args: Any, kwargs: Any, distinct: _DistinctTensors) -> IndexedTree:
+    """Replace the tensors in a call's arguments, and in their boxes, by indices.
 
     Raises:
         TypeError: if an argument holds an object that is neither a tensor, a box, nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths((args, kwargs), _is_leaf)
-    stand_ins = [
-        _stand_in(x, distinct, tree.leaf_name("argument", path.split(".", 1)[1]))
+    indexed = [
+        _indices_of(x, distinct, tree.leaf_name("argument", path.split(".", 1)[1]))
         for path, x in zip(paths, leaves, strict=True)
     ]
-    return StandIns(tuple(stand_ins), structure)
+    return IndexedTree(tuple(indexed), structure)
 
 
-def _replace_result(out: Any, distinct: _DistinctTensors) -> StandIns:
-    """Replace the tensors in a result by stand-ins; boxes are flattened like other trees.
+def _replace_result(out: Any, distinct: _DistinctTensors) -> IndexedTree:
+    """Replace the tensors in a result by indices; boxes are flattened like other trees.
 
     Raises:
         TypeError: if the result holds an object that is neither a tensor nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths(out)
-    stand_ins = [_stand_in(y, distinct, tree.leaf_name("result", path)) for path, y in zip(paths, leaves, strict=True)]
-    return StandIns(tuple(stand_ins), structure)
+    indexed = [_indices_of(y, distinct, tree.leaf_name("result", path)) for path, y in zip(paths, leaves, strict=True)]
+    return IndexedTree(tuple(indexed), structure)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -146,13 +146,13 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, Shard | Slot) or type(x).__name__.endswith("Cache")
 
 
-def _stand_in(x: Any, distinct: _DistinctTensors, label: str) -> Any:
+def _indices_of(x: Any, distinct: _DistinctTensors, label: str) -> Any:
     """Return what stands for an argument in the saved call; an error for an object that the block could change."""
     if isinstance(x, torch.Tensor):
-        return _TensorStandIn(distinct.index_of(x))
+        return _TensorIndex(distinct.index_of(x))
     if isinstance(x, Shard):
         origin = None if x.origin is None else tuple([distinct.index_of(y) for y in x.origin])
-        return _ShardStandIn(x.spec_id, tuple([distinct.index_of(y) for y in x.pieces]), origin)
+        return _ShardIndices(x.spec_id, tuple([distinct.index_of(y) for y in x.pieces]), origin)
     if isinstance(x, _CONSTANTS):
         return x
     name = type(x).__name__
@@ -212,7 +212,7 @@ class BlockCall:
     Attributes:
         block: the function.
         save: selects the operations whose results are saved.
-        arguments: the arguments, with stand-ins for tensors.
+        arguments: the arguments, with indices in place of tensors.
         differentiated: for each distinct tensor whether it is differentiated.
         scope: the scope of the call, with its bound axes.
         tokens: the indices of the axes' tokens among the distinct tensors.
@@ -222,7 +222,7 @@ class BlockCall:
 
     block: Callable[..., Any]
     save: SaveFilter | None
-    arguments: StandIns
+    arguments: IndexedTree
     differentiated: tuple[bool, ...]
     scope: Scope | None
     tokens: tuple[int, ...]
@@ -238,11 +238,11 @@ class BlockCall:
 
     def run(
         self, tensors: Sequence[torch.Tensor], guard: Guard, tape: RandomTape | TapeReplayer
-    ) -> tuple[tuple[torch.Tensor, ...], StandIns]:
+    ) -> tuple[tuple[torch.Tensor, ...], IndexedTree]:
         """Run the block on its tensors, in the scope and under the autocast settings of its call.
 
         Returns:
-            The distinct tensors of the block's result, and the result with stand-ins for them.
+            The distinct tensors of the block's result, and the result with indices in place of them.
         """
 
         def run() -> Any:
@@ -257,8 +257,8 @@ class BlockCall:
         with self.autocast.restore():
             out = run() if self.scope is None else call_in_scope(self._rebind(self.scope, tensors), run)
         distinct = _DistinctTensors()
-        stand_ins = _replace_result(out, distinct)
-        return tuple(distinct.tensors), stand_ins
+        result = _replace_result(out, distinct)
+        return tuple(distinct.tensors), result
 
     def _rebind(self, scope: Scope, tensors: Sequence[torch.Tensor]) -> Scope:
         """Return the scope with this run's tokens, which outer transforms may have wrapped."""
@@ -282,14 +282,14 @@ def flatten_call(
     """
     check_captured(block)
     distinct, scope = _DistinctTensors(), current_scope()
-    stand_ins = _replace_arguments(args, kwargs, distinct)
+    arguments = _replace_arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.index_of(a.token) for a in axes])
     differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
     return BlockCall(
         block=block,
         save=save,
-        arguments=stand_ins,
+        arguments=arguments,
         differentiated=differentiated,
         scope=scope,
         tokens=tokens,

@@ -278,7 +278,7 @@ MUTANTS = [
     *File("transforms/_remat_call.py", REMAT).faults(
         Fault(
             "a block whose only box is a Slot counts as without boxes",
-            "StandIns.has_boxes",
+            "IndexedTree.has_boxes",
             bare("A | B"),
             REMAT_SHARDED,
         ),

@@ -155,7 +155,7 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_remat_call.py", REMAT).faults(
-        Fault("remat drops the origin", "_stand_in", always("A.B is None"), REMAT_SHARDED),
+        Fault("remat drops the origin", "_indices_of", always("A.B is None"), REMAT_SHARDED),
         Fault("remat maps values that no vmap batches", "Map.of.one", becomes("A(y)", "True"), REMAT_SHARDED),
         Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
         Fault(
