@@ -123,10 +123,10 @@ class Layers:
 
         def message(label: str, name: str) -> str:
             return (
-                f"fzero.parallel.tensor: {label} differs by rank along {name!r}, the axis of tp.layers(..., "
-                f"axis={self.axis!r}). These ranks hold parts of one model, and must receive the same examples: split "
-                "the batch over the data-parallel axes only, mesh.split(batch, step.data_axes); or give tp.layers the "
-                "axis over which the model is split"
+                f"fzero.parallel.tensor.layers: {label} differs by rank along {name!r}, the axis of "
+                f"layers(..., axis={self.axis!r}). These ranks hold parts of one model, and must receive the same "
+                "examples: split the batch over the data-parallel axes only, mesh.split(batch, step.data_axes); or "
+                "give layers the axis over which the model is split"
             )
 
         paths, leaves, _ = tree.flatten_with_paths(inputs)
