@@ -34,7 +34,7 @@ class Engine:
         buffers: the buffers of the trained model.
         others: the other tensors of the models, as `LoopStep` takes them.
         metrics: the results of the latest step: the loss, the norm of the gradients, and for float16 the steps skipped.
-        keeps_masters: whether the optimizer's state holds parameters in full precision.
+        precision: the dtypes of half precision; None to train in the parameters' own.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Engine:
         params: Any,
         opt_state: Any,
         state: Any,
-        keeps_masters: bool,
+        precision: optim.Precision | None,
     ) -> None:
         """Keep the state of a sharded loop, and compile the step and its update."""
         self.step = step
@@ -55,7 +55,7 @@ class Engine:
         (frozen, self.buffers), *rest = state
         self.others = (frozen, *rest)
         self.metrics: dict[str, torch.Tensor] = {}
-        self.keeps_masters = keeps_masters
+        self.precision = precision
         self._run = None if backend is None else jit(step, backend=backend)
         # An eager update of the whole tree would hold the state three times. The parameters are not donated: a user's
         # module may keep a loss with its graph, which holds them.
@@ -139,7 +139,8 @@ class Engine:
             with torch.no_grad():  # here, for a rank in lockstep is a thread of its own
                 results.append(self.models.run(f, params, state, batch)[0])
 
-        self.step.program(program)(self.params, self.buffers, self.others)
+        params = self.params if self.precision is None else self.precision.to_param(self.params)
+        self.step.program(program)(params, self.buffers, self.others)
         return results[0]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,7 +174,7 @@ class Engine:
         return {key: full[names[id(x)]] if id(x) in names else x for key, x in state.items()}
 
     def _exact_params(self) -> Any:
-        return optim.master_params(self.params, self.opt_state) if self.keeps_masters else self.params
+        return self.params if self.precision is None else optim.master_params(self.params, self.opt_state)
 
     def save(self, folder: str) -> None:
         """Save the parameters, the optimizer's state and the buffers. All ranks call it."""
@@ -183,9 +184,21 @@ class Engine:
         """Load what `save` wrote, on any number of ranks and at any stage."""
         state = load(folder, self._state(), self.mesh)
         self.params, self.opt_state, self.buffers = state["params"], state["opt_state"], state["buffers"]
+        self.params, self.opt_state = self._with_masters(self.params, self.opt_state, "as shards")
 
     def _state(self) -> dict[str, Any]:
-        return {"params": self.params, "opt_state": self.opt_state, "buffers": self.buffers}
+        """Return the state in the form of all stages: with master weights in the optimizer's state."""
+        params, opt_state = self._with_masters(self.params, self.opt_state, "in the state")
+        return {"params": params, "opt_state": opt_state, "buffers": self.buffers}
+
+    def _with_masters(
+        self, params: Any, opt_state: Any, place: Literal["as shards", "in the state"]
+    ) -> tuple[Any, Any]:
+        """Move the master weights, where shards may be these, into the optimizer's state or back."""
+        if self.precision is None or not self.step.layout.shards_params:
+            return params, opt_state
+        policy = self.precision if place == "as shards" else replace(self.precision, shard=None)
+        return optim.convert_masters(params, opt_state, policy)
 
 
 def _tensors(rates: Sequence[float]) -> list[torch.Tensor]:
@@ -279,7 +292,7 @@ def make_engine(
         params=params,
         opt_state=opt_state,
         state=state,
-        keeps_masters=precision is not None,
+        precision=precision,
     )
 
 

@@ -10,9 +10,12 @@ __all__ = ["cast", "half_precision"]
 
 
 def half_precision(module: torch.nn.Module, dtype: torch.dtype | None) -> optim.Precision | None:
-    """Return the policy of mixed precision in a dtype; None for parameters that are in half precision already."""
+    """Return the policy of mixed precision in a dtype; None for parameters that are in half precision already.
+
+    Where parameters are sharded between steps, the shards are the master weights, as FSDP2's are.
+    """
     floats = {p.dtype for p in module.parameters() if p.requires_grad}
-    return None if dtype is None or floats != {torch.float32} else optim.Precision(param=dtype)
+    return None if dtype is None or floats != {torch.float32} else optim.Precision(param=dtype, shard=torch.float32)
 
 
 def cast(x: Any, precision: optim.Precision | None) -> Any:

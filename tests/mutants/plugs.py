@@ -1,6 +1,6 @@
 """Faults in fzero/plugs, and in what was made for it."""
 
-from tests.mutants.changes import becomes, skipped
+from tests.mutants.changes import becomes, dropped, skipped
 from tests.mutants.mutant import Fault, File
 
 TRAINER = ("tests/plugs/test_transformers.py",)
@@ -38,7 +38,7 @@ MUTANTS = [
         Fault(
             "half-precision parameters are saved in place of their masters",
             "Engine._exact_params",
-            becomes("self.keeps_masters", "False"),
+            becomes("self.precision is None", "True"),
         ),
     ),
     *File("plugs/_loop_step.py", TRAINER).faults(
@@ -98,6 +98,22 @@ MUTANTS = [
             becomes("loss(A, B) / accelerator.gradient_accumulation_steps", "loss(A, B)"),
         ),
         Fault("load_state loads no shards", "_load", skipped("engine.load(folder)")),
+    ),
+    *File("plugs/_engine.py", ACCELERATE).faults(
+        Fault("evaluation runs in full precision", "Engine.call", becomes("self.precision is None", "True")),
+        Fault(
+            "a state with master weights as shards loads at stage 3 alone",
+            "Engine._state",
+            becomes("A._with_masters(B, C, 'in the state')", "B, C"),
+        ),
+        Fault(
+            "a loaded state keeps masters beside its shards",
+            "Engine.load",
+            skipped("A, B = self._with_masters(C, D, 'as shards')"),
+        ),
+    ),
+    *File("plugs/_half_precision.py", LIGHTNING).faults(
+        Fault("half-precision shards lie beside their masters", "half_precision", dropped("shard=torch.float32")),
     ),
     *File("plugs/_engine.py", LIGHTNING).faults(
         Fault("evaluation is recorded by autograd", "Engine.call", becomes("torch.no_grad()", "torch.enable_grad()")),

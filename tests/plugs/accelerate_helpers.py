@@ -10,6 +10,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 from fzero.plugs import accelerate as plug
+from tests.plugs.helpers import assert_shards_are_masters
 
 
 class Network(torch.nn.Module):
@@ -132,6 +133,8 @@ def with_fzero(
     ]
     run.predictions = torch.cat(results)
     run.weights = step.state_dict()
+    if stage == 3 and options.get("mixed_precision") == "bf16":
+        assert_shards_are_masters(step._engine)
     assert torch.equal(plug.full_model(step).head.bias, run.weights.get("head.bias", plug.full_model(step).head.bias))
     return run
 

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+import fzero
+from fzero.optim import MasterState
+from fzero.optim._base import find_state
+from fzero.sharding import Shard
 from tests.helpers import either
 
 VOCAB = 97
@@ -61,3 +65,9 @@ def logged(trainer: Trainer, *names: str) -> list[float]:
 def weights(model: torch.nn.Module) -> Sequence[torch.Tensor]:
     """List the parameters of a model."""
     return [p.detach() for p in model.parameters()]
+
+
+def assert_shards_are_masters(engine: Any) -> None:
+    """Each rank holds its part of the parameters once, in float32; no copy in half precision, and none in the state."""
+    assert {x.data.dtype for x in engine.params.values() if isinstance(x, Shard)} == {torch.float32}
+    assert not fzero.tree.tensors(find_state(engine.opt_state, MasterState).master)

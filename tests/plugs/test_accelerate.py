@@ -11,7 +11,7 @@ from accelerate.utils import AutocastKwargs, DDPCommunicationHookType, Distribut
 
 from fzero.plugs import accelerate as plug
 from tests.distributed.launch import world
-from tests.helpers import ALL_STAGES, either
+from tests.helpers import ALL_STAGES, cases, either
 from tests.plugs.accelerate_helpers import assert_alike, loss_of, make, with_accelerate, with_fzero
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,6 +47,20 @@ def test_a_state_of_accelerate_resumes_at_another_stage(tmp_path):
     assert first.losses == pytest.approx(whole.losses[:8], abs=1e-5)
     assert rest.rates == whole.rates[8:]
     assert rest.losses == pytest.approx(whole.losses[8:], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stage,backend,tolerance", cases([(3, "fx", 0.0)], [(3, None, 0.0), (1, "fx", 2e-3), (2, None, 2e-3)])
+)
+def test_a_state_in_half_precision_resumes_at_any_stage(tmp_path, stage, backend, tolerance):
+    """Of stage 3, whose shards are the master weights, though those of other stages are in the optimizer's state."""
+    options: dict[str, Any] = {"shuffle": False, "mixed_precision": "bf16"}
+    whole = with_fzero(3, 0.0, 3, backend, **options)
+    first = with_fzero(2, 0.0, 3, backend, save=str(tmp_path), **options)
+    rest = with_fzero(1, 0.0, stage, backend, load=str(tmp_path), **options)
+    assert [*first.losses, *rest.losses] == pytest.approx(whole.losses, abs=tolerance)
+    torch.testing.assert_close(rest.weights, whole.weights, rtol=tolerance, atol=tolerance)
+    assert rest.predictions.dtype == torch.bfloat16
 
 
 @pytest.mark.slow
