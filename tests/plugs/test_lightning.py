@@ -371,7 +371,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lbfgs": (
         optimizes(lambda self: torch.optim.LBFGS(self.parameters())),
         {},
-        "configure_optimizers: torch.optim.lbfgs.LBFGS.*expected one of torch.optim's AdamW",
+        "configure_optimizers: torch.optim.lbfgs.LBFGS.*expected one of torch.optim's Adagrad, Adam, AdamW",
     ),
     "part": (
         optimizes(lambda self: torch.optim.AdamW(self.head.parameters())),
