@@ -155,13 +155,13 @@ def check_remat(name: str, value: Any) -> None:
         raise ValueError(f'{name}={value!r}: expected {usual}, "matmuls", "host", or a function of an operation{hint}')
 
 
-def did_you_mean(value: Any, choices: Iterable[Any], form: str = '"{}"', cutoff: float = 0.6) -> str:
+def did_you_mean(value: Any, choices: Iterable[Any], template: str = '"{}"', cutoff: float = 0.6) -> str:
     """Return "; did you mean X?" for an error, X being the choice that is nearest to a value; "" if none is near.
 
     Args:
         value: what the user gave.
         choices: what there is; those that are not strings are left out.
-        form: how a choice is written in the error, with "{}" in its place.
+        template: how a choice is written in the error, with "{}" in its place.
         cutoff: how alike they are at least, from 0 to 1.
 
     Example:
@@ -171,7 +171,7 @@ def did_you_mean(value: Any, choices: Iterable[Any], form: str = '"{}"', cutoff:
     names = [choice for choice in choices if isinstance(choice, str)]
     lower = {name.lower(): name for name in reversed(names)}
     matches = difflib.get_close_matches(value.lower(), lower, 1, cutoff) if isinstance(value, str) else []
-    return f"; did you mean {form.format(lower[matches[0]])}?" if matches else ""
+    return f"; did you mean {template.format(lower[matches[0]])}?" if matches else ""
 
 
 def missing_names(module: str, names: Sequence[str], others: Mapping[str, str] | None = None) -> Callable[[str], Any]:
