@@ -287,7 +287,7 @@ class _Heartbeat:
         if "probe" in message:
             self.send({"probed": message["probe"]}, address)
         elif "probed" in message:
-            self.process.links.echo(message["probed"], now)
+            self.process.links.hear_echo(message["probed"], now)
         elif self.config.rank:
             self.member.hear(message, now)
             self.asked = [Link(*link) for link in message["asked"]]

@@ -96,7 +96,7 @@ class LinkWatch:
         self._echoed = {k: v for k, v in self._echoed.items() if k in self._peers}
         return [(k, port) for k, (_, port) in self._peers.items()]
 
-    def echo(self, link: Sequence[Any], now: float) -> None:
+    def hear_echo(self, link: Sequence[Any], now: float) -> None:
         """Take in that a datagram came back."""
         key = Link(*link)
         if key in self._echoed:

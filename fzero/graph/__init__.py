@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from fzero._arguments import missing_names
 from fzero.graph import loop
-from fzero.graph._collector import paused_collector
+from fzero.graph._collector import pause_collector
 from fzero.graph._entry import JitOptions
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
@@ -48,7 +48,7 @@ INTERNAL = [
     "loop",
     "only_copies",
     "other_memory",
-    "paused_collector",
+    "pause_collector",
     "phase_spans",
     "product_seconds",
     "record_operations",

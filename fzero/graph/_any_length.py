@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fzero import _torch
 from fzero._torch import memory_like, stand_in_at, storage_id
 from fzero.graph._candidates import Candidate
-from fzero.graph._collector import paused_collector
+from fzero.graph._collector import pause_collector
 from fzero.graph._entry import Entry, JitOptions
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
 from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, map_integers, shapes_of
@@ -267,7 +267,7 @@ class AnyLength:
                 length,
             )
             return None
-        with paused_collector():
+        with pause_collector():
             graph = self.formula.at(length)
         inputs = [x for n in graph.nodes if is_input(n) for x in stand_ins_of(n)]
         sizes = [(tuple(x.shape), x.stride()) for x in arguments.tensors]

@@ -4,11 +4,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["paused_collector"]
+__all__ = ["pause_collector"]
 
 
 @contextmanager
-def paused_collector() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Pause the garbage collector, and restore its state afterwards.
 
     The nodes of a graph refer to each other: they form cycles, but are not garbage yet. The collector would visit them

@@ -14,7 +14,7 @@ from fzero._notice import warn_once
 from fzero.axes import BatchSplit
 from fzero.graph import _dump
 from fzero.graph._candidates import Candidate, candidates, choose
-from fzero.graph._collector import paused_collector
+from fzero.graph._collector import pause_collector
 from fzero.graph._pass_manager import PassContext, PassManager
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._schedule_options import ScheduleOptions
@@ -207,7 +207,7 @@ class Entry:
                     mark_donated(x, f"argument {i} was donated to {self.options}")
 
 
-@paused_collector()
+@pause_collector()
 def build_entry(options: JitOptions, arguments: Arguments, args: tuple[Any, ...], traces: int) -> Entry:
     """Trace a call, schedule its graph in several ways, and choose the best schedule.
 

@@ -29,7 +29,7 @@ class World:
             for link, port in self.watch.probes():
                 assert (link, port) == (LINK, 7002)
                 if not self.cut and self.passes() and self.passes():
-                    self.watch.echo([*link], self.now)  # as from JSON
+                    self.watch.hear_echo([*link], self.now)  # as from JSON
             if i % round(BEAT * 10):
                 continue
             for rank in (0, 1, 2):

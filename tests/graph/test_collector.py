@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.graph._collector import paused_collector
+from fzero.graph._collector import pause_collector
 
 
 def test_a_step_is_traced_without_the_collector():
@@ -32,7 +32,7 @@ def test_the_collector_runs_again_after_an_error():
 def test_a_collector_that_is_off_stays_off():
     gc.disable()
     try:
-        with paused_collector():
+        with pause_collector():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
@@ -40,7 +40,7 @@ def test_a_collector_that_is_off_stays_off():
 
 
 def test_pauses_that_overlap_end_with_the_collector_on():
-    first, second = paused_collector(), paused_collector()
+    first, second = pause_collector(), pause_collector()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

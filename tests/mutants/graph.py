@@ -260,8 +260,8 @@ MUTANTS = [
         Fault("a view is not moved behind its new source", "_erase_round_trips", becomes("A[1:]", "()")),
     ),
     *File("graph/_collector.py", COLLECTOR).faults(
-        Fault("the garbage collector stays off after a trace", "paused_collector", negated("A")),
-        Fault("the garbage collector runs during a trace", "paused_collector", skipped("gc.disable()")),
+        Fault("the garbage collector stays off after a trace", "pause_collector", negated("A")),
+        Fault("the garbage collector runs during a trace", "pause_collector", skipped("gc.disable()")),
     ),
     *File("graph/planning/_clocks.py", CARRY).faults(
         Fault("a carried collective takes no time in the cost model", "estimate_seconds", never("A(B) and not C")),

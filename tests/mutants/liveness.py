@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     *File("_liveness/_cut_links.py", LINKS).faults(
         Fault("a link that answers is cut", "LinkWatch._is_cut", always("now - self._echoed[link] > A")),
-        Fault("an answer along a link does not count", "LinkWatch.echo", skipped("self._echoed[key] = now")),
+        Fault("an answer along a link does not count", "LinkWatch.hear_echo", skipped("self._echoed[key] = now")),
         Fault("a rank is asked for its own link", "LinkEnds.questions", dropped("asker != rank")),
         Fault("a rank learns of others' links", "LinkEnds.answers", dropped("asker == rank")),
     ),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._torch import is_profiling
-from fzero.graph._collector import paused_collector
+from fzero.graph._collector import pause_collector
 from fzero.graph._polynomials import Shapes
 from fzero.graph.ir import graph_results, is_input
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_of_segment
@@ -198,7 +198,7 @@ def _piecewise(graph: Graph, demand: LoweringOptions) -> Executable:
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, helpers(cold))
     try:
-        with nullcontext() if cold else paused_collector():  # compiling leaves garbage to collect, loading does not
+        with nullcontext() if cold else pause_collector():  # compiling leaves garbage to collect, loading does not
             outcomes = {
                 code.name: outcome for code, outcome in progress(compile_all(codes, compile_checked), len(codes))
             }

@@ -106,14 +106,14 @@ def trace(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor], labels: Sequ
         check_gradients(xs, labels)
         return out
 
-    with record() as log, _data_dependent_errors():
+    with record() as log, _explain_reads():
         gm = _torch.trace(pure, stand_ins)
     expose_batch_norm_writes(gm.graph)
     _check_constants(gm)
     check_writes(gm.graph, labels)
     writers = {n: into for n in gm.graph.nodes if (into := writes(n))}
     if writers and not replace_writes(gm.graph, writers):
-        with _data_dependent_errors():
+        with _explain_reads():
             gm = _torch.functionalize(gm, stand_ins)
     _erase_round_trips(gm.graph)
     traced = _lift_constants(gm)
@@ -125,7 +125,7 @@ def trace(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor], labels: Sequ
 
 
 @contextmanager
-def _data_dependent_errors() -> Iterator[None]:
+def _explain_reads() -> Iterator[None]:
     """Turn torch's error about a data-dependent value into one that says what to do."""
     try:
         yield

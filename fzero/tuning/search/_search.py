@@ -17,7 +17,7 @@ import torch
 
 import fzero.tree
 from fzero._notice import warn_once
-from fzero.graph import Plan, PlanSettings, StepOfRank, paused_collector
+from fzero.graph import Plan, PlanSettings, StepOfRank, pause_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
 from fzero.tuning._row import (
@@ -209,7 +209,7 @@ class ConfigurationPlanner:
         cached = self.cached(request)
         if cached is not None:
             return cached
-        with paused_collector():  # plans hold many small objects, and all of them live until the row is made
+        with pause_collector():  # plans hold many small objects, and all of them live until the row is made
             row = self._in_full(request) if isinstance(request, TableRow) else self._row(request)
         if self.cache is not None:
             self.cache.write(request, row)
