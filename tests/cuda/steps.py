@@ -78,6 +78,12 @@ def perceptron(ranks: int, opt: optim.Optimizer | None = None, **how: Any) -> Ta
     return Task({"dp": ranks}, {}, train_step_of(loss_fn, opt, **how), opt, params, batch)
 
 
+def hosts_first(ranks: int) -> Task:
+    """The perceptron in micro-batches on two hosts, whose units are gathered over the hosts first."""
+    task = perceptron(ranks, micro_batches=4)
+    return task._replace(mesh={"host": 2, "dp": ranks // 2}, shard={"axis": ("dp", "host")})
+
+
 class GPT(NamedTuple):
     """The sizes of a transformer without embeddings.
 
@@ -303,6 +309,7 @@ CODES = fzero.Precision(torch.float32, gather=fzero.codecs.int8(), reduce=fzero.
 TASKS: dict[str, Callable[[int], Task]] = {
     "dense": perceptron,
     "dense, 4 micro-batches": lambda ranks: perceptron(ranks, micro_batches=4),
+    "dense, hosts first": hosts_first,
     "dense, codes": lambda ranks: perceptron(ranks, precision=CODES),
     "dense, moments in int8": lambda ranks: perceptron(ranks, adamw(moments=optim.Moments("int8", full=bias))),
     "dense, moments in bfloat16": lambda ranks: perceptron(ranks, adamw(moments=optim.Moments("bfloat16", full=bias))),

@@ -6,7 +6,7 @@ from tests.cuda.processes import facts
 
 TASKS = (
     *("dense", "experts, capacity", "pipeline", "offload, host update", "offload, device update"),
-    *("sequences, ring", "sequences, all_to_all", "sequences, ring, masked", "dense, codes"),
+    *("sequences, ring", "sequences, all_to_all", "sequences, ring, masked", "dense, codes", "dense, hosts first"),
     *("tensor", "tensor, parts of tokens"),
     *("sequences, ring, capped", "sequences, all_to_all, capped", "pipeline, sequences"),
 )
