@@ -19,7 +19,7 @@ from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, 
 from tests.helpers import LEAST, cases, either, examples, train_step_for
 from tests.mutants import MUTANTS
 from tests.optim.helpers import RTOL, batches_of, matrices, normal, params_of, poison, train, train_with_torch
-from tests.optim.pages import pages, whole_optimizers
+from tests.optim.pages import whole_optimizers
 from tests.optim.table import FALLING, TABLE, biases, small_loss, small_params
 from tests.zero.helpers import RULES, loss_of_tree
 
@@ -74,11 +74,6 @@ def test_the_table_has_every_public_optimizer():
     unnamed = sorted({*whole_optimizers()} - {*TABLE})
     assert not unnamed, f"TABLE in {table}: a row with the name of each of {unnamed}"
     assert not {*WITHOUT_ROW} & with_row | {*WITHOUT_ROW} - makers, "WITHOUT_ROW: remove what has a row or is gone"
-
-
-def test_the_pages_list_the_optimizers_that_there_are():
-    for path, text in pages().items():
-        assert path.read_text() == text, f"python -m tests.optim writes {path}"
 
 
 def test_random_tests_draw_every_optimizer(monkeypatch):
