@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fzero
-from fzero._arguments import check_choice, check_int, did_you_mean, is_int
+from fzero._arguments import check_callable, check_choice, check_int, check_remat, did_you_mean, is_int
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, torch.tensor(1)])
@@ -36,6 +36,21 @@ def test_check_choice_returns_the_listed_value():
             check_choice("check", value, choices)
     with pytest.raises(ValueError, match=r"moments='fp8': expected \"int8\"$"):
         check_choice("moments", "fp8", ("int8",))
+
+
+def test_check_callable_refuses_other_values_and_shows_short_ones():
+    check_callable("f", torch.sin)
+    with pytest.raises(TypeError, match=r"f is \{'w': 1\}: expected a function of leaves$"):
+        check_callable("f", {"w": 1}, "a function of leaves")
+    with pytest.raises(TypeError, match=r"f is a list: expected a function$"):
+        check_callable("f", [*range(99)])
+
+
+@pytest.mark.parametrize("value", [None, True, False, "matmuls", "host", callable])
+def test_check_remat_takes_names_and_functions(value):
+    check_remat("remat", value)
+    with pytest.raises(ValueError, match=r"save=3: expected None, \"matmuls\", \"host\", or a function"):
+        check_remat("save", 3)
 
 
 NEAREST = {

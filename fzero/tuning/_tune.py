@@ -349,8 +349,8 @@ def tune(
         pp: sizes of the axis of a pipeline. It runs as many micro-batches as `accumulation`.
         cp: sizes of the axis along which each rank holds part of the tokens of every sequence. Parameters and state are
             sharded over it too.
-        schedule: names of pipeline schedules: "gpipe", "1f1b", "interleaved", "zb", "zbv". "interleaved:4" has four
-            stages on a rank, in place of the fewest that the schedule takes.
+        schedule: names in the table of `fzero.parallel.schedules.schedule`, such as "1f1b" and "zb". "interleaved:4"
+            has four stages on a rank, in place of the fewest that the schedule takes.
         links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
         depth: the number of blocks. With it, `make_step` must build `config.depth` blocks. Every second block may be of

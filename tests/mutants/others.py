@@ -26,13 +26,13 @@ MUTANTS = [
     *File("_arguments.py", ("tests/test_arguments.py",)).faults(
         Fault("a bool passes as an int", "is_int", bare("A and B")),
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
+        Fault("a tree passes as a function", "check_callable", never("not callable(A)")),
+        Fault("a value with a long text is printed", "check_callable", always("len(A) <= B")),
+        Fault("a number passes as a value of remat", "check_remat", never("not (A or B or C or D)")),
         Fault("a single choice is told as one of two", "check_choice", becomes("A if rest else last", "A")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
         Fault("a name in other letters is not near", "did_you_mean", bare("A.lower()", at="2 of 2")),
         Fault("another library's name is answered with the nearest", "missing_names", never("A and name in A")),
-    ),
-    *File("_arguments.py", ("tests/errors/test_callables.py",)).faults(
-        Fault("a tree passes as a function", "check_callable", never("not callable(A)")),
     ),
     *File("_arguments.py", ("tests/errors/test_paths.py",)).faults(
         Fault("an empty path passes", "check_path", dropped("not A")),

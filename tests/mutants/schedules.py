@@ -1,5 +1,6 @@
 """Faults in fzero/parallel/schedules."""
 
+from fzero.parallel.schedules._named_schedules import NAMES
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File
 
@@ -7,6 +8,8 @@ CHECK = ("tests/parallel/schedules/test_check.py",)
 LAWS = ("tests/parallel/schedules/test_schedules.py",)
 PARSE = ("tests/parallel/schedules/test_parse.py",)
 PICTURE = ("tests/parallel/schedules/test_picture.py",)
+
+GPIPE = "NamedSchedule(orders=(partial(one_f_one_b, wait=True),))"
 
 MUTANTS = [
     *File("parallel/schedules/_simulation.py", CHECK).faults(
@@ -69,6 +72,11 @@ MUTANTS = [
         Fault("a backward pass counts its weight half twice", "Durations.of", bare("A - B")),
     ),
     *File("parallel/schedules/_named_schedules.py", LAWS).faults(
+        *[
+            Fault(f"{name} keeps as much as gpipe", "NAMES", becomes(f'"{name}": A', f'"{name}": {GPIPE}'))
+            for name in NAMES
+            if name != "gpipe"
+        ],
         Fault("the last group of micro-batches is smaller", "_group_sizes", becomes("A // ranks", "-(-A // ranks)")),
         Fault(
             "interleaved 1F1B prefers the order for messages of one hop",

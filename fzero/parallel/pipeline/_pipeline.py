@@ -347,7 +347,8 @@ def pipeline(
             sum of their weights, or a mean over the micro-batch.
         micro_batches: M. A rank's batch is split into M equal parts along dimension 0.
         axis: the axis of the mesh along which stages lie; the step must also average over it.
-        schedule: "gpipe", "1f1b", "interleaved", "zb", "zbv", or a table (`fzero.parallel.schedules.schedule`).
+        schedule: a name in the table of `fzero.parallel.schedules.schedule`, such as "1f1b" or "zb"; or a
+            `PipelineSchedule`.
         stages_per_rank: the number of stages per rank, for a schedule by name: at least 2 for "interleaved".
         depth: the number of blocks, or a list with each stage's number of blocks; needed if these numbers differ.
         remat: True to run each block again in the backward pass, or a value for `fzero.remat(save=)`, which sets what a
