@@ -29,7 +29,7 @@ needs_symbols = pytest.mark.skipif(torch.__version__ < "2.13", reason="this torc
 
 
 def examples(few: int, many: int) -> settings:
-    """So many examples of a law in `make test`, and in `make test-all`; 0 stands for those of `@example` alone.
+    """Try so many examples of a law in `make test`, and in `make test-all`; 0 means those of `@example` alone.
 
     `make check` tries five at most.
     """

@@ -56,7 +56,7 @@ def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(params, half, rule, sta
     rule=st.booleans(),
 )
 def test_training_under_a_precision_policy_equals_unsharded(reduce, stage, n, k, rule):
-    """In float32 for half precision and float64 for float32, so that little rounds."""
+    """Masters are float32 for half precision and float64 for float32, so that little rounds."""
     precision = fzero.Precision(
         torch.float32, reduce=reduce, grad=torch.float64, master=torch.float64, full=wide_norm if rule else None
     )
@@ -225,7 +225,7 @@ def test_masters_start_with_all_their_bits(stage, lazy):
 @settings(max_examples=40)
 @given(half=st.sampled_from(HALF), seed=st.integers(0, 999))
 def test_parameters_are_the_rounded_masters(half, seed):
-    """After any update: the sum of a rounded value and a difference of rounded values is the new one."""
+    """After any update the sum of a rounded value and a difference of rounded values is the new one."""
     g = torch.Generator().manual_seed(seed)
     precision = fzero.Precision(half)
     opt = optim.master_weights(optim.sgd(1.0), precision)
@@ -410,7 +410,7 @@ def test_a_forgotten_precision_option_is_refused(stage):
 
 
 def test_gradients_have_the_dtype_of_the_policy():
-    """Also wider than the masters, also of leaves that are kept in full; narrower ones are a forgotten precision=."""
+    """It may be wider than the masters, also for leaves kept in full; a narrower one is a forgotten precision=."""
     precision = fzero.Precision(torch.bfloat16, grad=torch.float64, full=wide_norm)
     assert precision.gradients(torch.bfloat16)[:2] == (torch.float32, torch.float64)
     assert precision.gradients(torch.float32)[:2] == (torch.float32, torch.float64)

@@ -86,7 +86,7 @@ def test_a_whole_network_has_no_verdict():
 
 @pytest.mark.parametrize("outward,inward", [(True, True), (True, False), (False, True)])
 def test_a_cut_is_noticed_at_both_ends(outward, inward):
-    """Also if only one direction is cut."""
+    """They notice it, too, if only one direction is cut."""
     network = Network(3)
     network.run(100)
     network.cut(2, outward, inward)
@@ -160,7 +160,7 @@ def test_ranks_that_are_all_idle_get_a_verdict_after_the_limit(works):
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_rank_that_works_without_end_is_blamed_after_twice_the_timeout(waiting):
-    """In a loop that never ends, or in a wait that looks around without a pause."""
+    """It is in a loop that never ends, or in a wait that looks around without a pause."""
     network = Network(3)
     network.run(10)
     network.activities = {r: WAITS._replace(seconds=2 * STALL + 1) for r in range(3)}
@@ -245,7 +245,7 @@ def test_a_rank_whose_process_is_gone_is_lost_once_others_wait_for_it(process, r
 
 
 def test_ranks_that_go_on_after_one_has_ended_get_no_verdict():
-    """Also after rank 0 has, whose silence does not count as a loss then."""
+    """Rank 0 may have ended too: its silence does not count as a loss then."""
     network = Network(4)
     network.run(10)
     network.activities[3] = WORK._replace(process="ended")

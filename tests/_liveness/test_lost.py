@@ -52,7 +52,7 @@ def test_a_lost_rank_error_says_how_the_script_of_the_rank_ended(what, reason):
 
 @pytest.mark.parametrize("what", ["hangs", "polls"])
 def test_a_rank_that_hangs_is_named_after_the_limit(what):
-    """Also if it wakes up now and then, to look for a file that never comes."""
+    """It is named, too, if it wakes up now and then to look for a file that never comes."""
     start = time.monotonic()
     done = world(2, SCRIPT, f"jitted, {what}", "30")
     assert 5 < time.monotonic() - start < 48

@@ -17,7 +17,7 @@ def values_of(t: int, s: int, groups: int = 1, width: int = 8) -> list[torch.Ten
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["all", "causal", "mask"])
 def test_the_attention_kernel_has_the_numbers_of_its_definition(groups, kind, monkeypatch):
-    """With a query that attends to nothing. If this fails, torch's kernel for CPUs has another meaning."""
+    """One query attends to nothing. If this fails, torch's kernel for CPUs has another meaning."""
     values = values_of(6, 6 if kind == "causal" else 9, groups)
     keep = torch.rand(2, 1, 6, 9, generator=torch.Generator().manual_seed(0)) < 0.5 if kind == "mask" else None
     if keep is not None:
@@ -53,7 +53,7 @@ def test_attention_with_wider_values_has_torchs_numbers():
 
 
 def test_the_attention_kernel_runs_on_fake_tensors():
-    """For plans on the device "meta"."""
+    """Plans on the device "meta" need it."""
     values = [x.to("meta") for x in values_of(6, 9)]
     out, log_sum = partial_attention(*values, None, False, 1.0)
     assert out.shape == (2, 4, 6, 8) and log_sum.shape == (2, 4, 6) and out.is_meta

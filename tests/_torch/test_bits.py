@@ -14,7 +14,7 @@ PAIRS = [(torch.float32, torch.int32), (torch.int8, torch.uint8), (torch.float8_
 @pytest.mark.parametrize("has_rule", [False, torch.__version__ >= "2.13"])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_bits_are_viewed_under_vmap_as_in_a_loop(source, target, has_rule, monkeypatch):
-    """Also along a batch dimension that is not the first, and in a vmap within a vmap."""
+    """The batch dimension need not be the first, and the vmap may lie within another."""
     monkeypatch.setattr(bits, "_HAS_RULE", has_rule)
     x = (torch.randn(3, 4, 5) * 9).to(source)
     expected = x.view(target)

@@ -121,7 +121,7 @@ def deep(body: Any, data: Any) -> tuple[Any, Any]:
 @examples(24, 120)
 @given(data=st.data(), junk=JSON)
 def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(saved, tmp_path_factory, data, junk):
-    """Also with a checksum that fits: nothing outside of the folder is read, and no other error comes."""
+    """Its checksum may fit: nothing outside of the folder is read, and no other error comes."""
     path, whole = saved
     damaged = copied(path, tmp_path_factory.mktemp("damaged"))
     body = body_of(path)

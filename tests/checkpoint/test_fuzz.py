@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize(("names", "number"), cases([([*FORMATS], 40)], [([name], 3500) for name in FORMATS]))
 def test_a_mutated_folder_is_refused_or_read_right(names, number):
-    """In a process of its own, which may crash: no other error, hang, memory, file outside of it, or other values."""
+    """It is read in a process of its own, which may crash: it meets no other error, hang, memory, file or values."""
     command = [sys.executable, "-m", "tests.checkpoint.fuzz", *names, "--cases", str(number)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -89,7 +89,7 @@ def saved_long(path: Path) -> None:
 
 
 def test_a_leaf_has_no_more_dimensions_than_a_tensor(tmp_path):
-    """Else the product of a million sizes takes hours."""
+    """The product of a million sizes would take hours."""
     saved_own(tmp_path)
     body = body_of(tmp_path)
     body["leaves"][0][2] = [3, *[1] * 64]

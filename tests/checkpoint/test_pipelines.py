@@ -261,7 +261,7 @@ def test_an_inconsistent_manifest_of_a_pipeline_is_reported_as_damaged(tmp_path,
 
 
 def test_a_pipeline_writes_the_hugging_face_files_of_the_whole_model(tmp_path):
-    """To the byte, and in the order of the model."""
+    """They are equal to the byte, and in the order of the model."""
     params = filled(params_of(12, torch.float32))
     fzero.checkpoint.hf.write(tmp_path / "dense", params, name=lambda path: f"model.{path}")
     for n, placed in enumerate(

@@ -178,7 +178,7 @@ OTHERS |= {
 @pytest.mark.parametrize("value", [1.0, {"a": 1.0}, "box"], ids=["float", "dict", "box"])
 @pytest.mark.parametrize("name", sorted([*COLLECTIVES, *OTHERS]))
 def test_a_collective_refuses_all_but_tensors(name, value):
-    """Within a mesh, and outside of any, where most collectives are the identity."""
+    """It does so within a mesh, and outside of any, where most collectives are the identity."""
     mesh = fzero.mesh(dp=2, simulate="lockstep")
     f = COLLECTIVES[name][0] if name in COLLECTIVES else OTHERS[name]
     if value == "box":

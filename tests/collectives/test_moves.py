@@ -60,7 +60,7 @@ def test_a_move_of_a_view_takes_the_view_only(name):
 @examples(10, 20)
 @given(names, _shapes())
 def test_to_host_and_to_device_are_each_others_transposes(name, shape):
-    """In values, and as operations: the backward pass of a move is the other move, once."""
+    """This holds for values and for operations: the backward pass of a move is the other move, once."""
     x, y = normal(shape), normal(shape, 1)
     moved, transposed = torch.func.vjp(MOVES[name], x)
     assert torch.equal(moved, x) and torch.equal(transposed(y)[0], y)

@@ -28,7 +28,7 @@ def test_each_collective_is_awaited_and_no_block_is_freed_before(task, backend):
 
 @pytest.mark.parametrize(("model", "backend"), [("gpt-1.5b", "fx"), ("bert-large", "fx"), ("bert-large", "inductor")])
 def test_gathers_and_reductions_of_a_deep_model_run_beside_products(model, backend):
-    """At stage 3. The first gather has nothing to hide behind, nor has the last reduction; few others stand bare."""
+    """At stage 3 the first gather has nothing to hide behind, nor has the last reduction; few others stand bare."""
     collectives = facts(model, backend, lazy=True)[3]["collectives"]
     gathers = [products for name, products, _ in collectives if name.startswith("all_gather")]
     reductions = [products for name, products, _ in collectives if name.startswith("reduce_scatter")]

@@ -134,7 +134,7 @@ def replicas_that_differ_are_found(_: fzero.ranks.Mesh) -> None:
 
 @case
 def init_functions_that_draw_other_numbers_are_refused(mesh: fzero.ranks.Mesh) -> None:
-    """At stage 3, where no rank ever has the whole; and what draws none, or alike, is not."""
+    """At stage 3 no rank ever has the whole; functions that draw none, or alike, are accepted."""
     step = fzero.shard(lambda p, s: (p, s), stage=3, mesh=mesh)
     init = lambda: {"a": torch.ones(5), "b": {"w": torch.randn(7)}}  # noqa: E731
     torch.manual_seed(mesh.rank // 2)

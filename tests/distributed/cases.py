@@ -264,7 +264,7 @@ def boxes_made_in_a_real_run_hold_no_whole_parameters(mesh: fzero.ranks.Mesh) ->
 
 @case
 def trees_built_differently_are_refused(mesh: fzero.ranks.Mesh) -> None:
-    """In another order, with another leaf, of another shape or dtype: also when all values are equal."""
+    """Their order, a leaf, a shape or a dtype differs: they are refused also when all values are equal."""
     zeros = torch.zeros(4)
     trees = [
         ({"a": zeros, "b": zeros}, {"b": zeros, "a": zeros}, "on rank 0 params leaf 'a' is float32 [4]"),
@@ -332,7 +332,7 @@ def ranks_that_start_apart_are_refused(mesh: fzero.ranks.Mesh) -> None:
 
 @case
 def plain_values_that_differ_by_rank_are_refused(mesh: fzero.ranks.Mesh) -> None:
-    """At the first call by default, at each call with check=True."""
+    """They are refused at the first call by default, at each call with check=True."""
 
     def train_step(params: Any, x: torch.Tensor) -> Any:
         return params, {"loss": x.sum()}

@@ -28,7 +28,7 @@ case = into(CASES)
 
 @case
 def training_with_split_sequences_is_training_with_whole_ones(_: fzero.ranks.Mesh) -> None:
-    """By a ring and by heads, with documents and a window; eager and jitted."""
+    """It runs by a ring and by heads, with documents and a window; eager and jitted."""
     few: tuple[tuple[int, Any, bool, Any], ...] = ((3, "ring", True, None),)
     many = (*few, (2, None, False, 5), (0, "ring", False, None), (1, "ring", True, 3), (3, None, True, None))
     for stage, method, documents, window in either(few, many):
@@ -42,7 +42,7 @@ def training_with_split_sequences_is_training_with_whole_ones(_: fzero.ranks.Mes
 
 @case
 def experts_over_an_axis_of_their_own_beside_split_sequences(_: fzero.ranks.Mesh) -> None:
-    """With a balance loss of each sequence; on two ranks experts are split over the axis of tokens."""
+    """Each sequence has a balance loss; on two ranks experts are split over the axis of tokens."""
     is_joint = torch.distributed.get_world_size() < 4
     axes, axis = ({"dp": 1, "cp": 2}, "cp") if is_joint else ({"dp": -1, "cp": 2, "ep": 2}, "ep")
     train_step = train_step_for(expert_loss("ring", axis, "sequence"), OPT)

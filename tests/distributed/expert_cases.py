@@ -13,7 +13,7 @@ case = into(CASES)
 
 @case
 def training_with_experts_is_dense_training(_: fzero.ranks.Mesh) -> None:
-    """By seats with drops and by sorting; eager and jitted; and starved experts do not hang."""
+    """Tokens go by seats with drops, and by sorting; eager and jitted; and starved experts do not hang."""
     mesh = fzero.mesh(dp=-1, ep=2)
     batches = [batch_of(seed=i) for i in range(2)]
     few = ((0.5, 2, 2),)

@@ -156,7 +156,7 @@ def what_one_rank_decides_by_the_length_all_trace(mesh: fzero.ranks.Mesh) -> Non
 
 
 class Unending:
-    """In the place of a worker's process."""
+    """Stands in the place of a worker's process."""
 
     stdin = None
 

@@ -53,7 +53,7 @@ def check(
 
 @case
 def tables_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
-    """At each stage of ZeRO some schedule; eagerly, and as one graph a rank, whose stages differ."""
+    """Each stage of ZeRO runs some schedule: eagerly, and as one graph a rank, whose stages differ."""
     tables = [*enumerate(("1f1b", "zbv", "interleaved", "gpipe"))]
     for stage, name in either(tables[1:2], tables):
         loss = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
@@ -161,7 +161,7 @@ def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.parallel.pipeline.Pi
 
 @slow
 def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.ranks.Mesh) -> None:
-    """To the byte, whatever is in flight; and 1F1B holds as much for 8 micro-batches as for 4."""
+    """It is equal to the byte, whatever is in flight; and 1F1B holds as much for 8 micro-batches as for 4."""
     mesh, opt, peaks = fzero.mesh(dp=1, pp=-1), optim.sgd(0.1), {}
     depth = 2 * mesh.size
     few = (("1f1b", 4), ("1f1b", 8), ("gpipe", 8))

@@ -18,7 +18,7 @@ case, slow_case = into(CASES), into(CASES, SLOW)
 
 @case
 def training_with_parts_of_layers_is_dense_training(_: fzero.ranks.Mesh) -> None:
-    """With the residual stream split or not, tied or not; eager and jitted."""
+    """The residual stream is split or not, the embeddings are tied or not; eager and jitted."""
     mesh = fzero.mesh(dp=-1, tp=2)
     batches = [batch_of(seed=i) for i in range(2)]
     few = ((3, True, True, False),)

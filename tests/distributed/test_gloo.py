@@ -66,7 +66,7 @@ def test_a_rank_that_raises_in_its_stage_ends_the_others_in_time():
 
 @pytest.mark.slow
 def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
-    """On other ranks along its axis, by another schedule, at another stage, and with the numbers of no pipeline."""
+    """It has other ranks along its axis, another schedule and stage, and the numbers of no pipeline."""
     runs = ((6, 2, "1f1b", 2, 3), (5, 2, "interleaved", 3, -1), (6, 1, "gpipe", 1, -1))
     for begins, (steps, pp, schedule, stage, killed) in zip((0, 3, 5), runs, strict=True):
         words = map(str, (tmp_path, steps, pp, schedule, stage, killed))

@@ -219,7 +219,7 @@ def test_a_raw_error_of_the_first_hour_has_a_note(name):
 
 
 def test_a_name_for_an_axis_that_the_mesh_lacks_is_no_mistake():
-    """So one rule serves meshes with and without the axis."""
+    """One rule thus serves meshes with and without the axis."""
     step = fzero.shard(TRAIN_STEP, stage=3, mesh=MESH, split=tp.split_rule({"up": -1}))
     step.init({"w": torch.ones(4, 4)}, OPT)
 

@@ -114,7 +114,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.slow
 def test_train_gpt_resumes_after_a_kill(tmp_path):
-    """On the same ranks to the same bits, from another stage; on other ranks to the same losses up to rounding."""
+    """The same ranks reach the same bits, from another stage; other ranks the same losses up to rounding."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     words = ["examples/train_gpt.py", "--batch", "6", "--text", str(ROOT / "README.md"), "--every", "3"]
     words += ["--steps", "10", "--ranks", "2"]

@@ -547,7 +547,7 @@ def not_compiled(patch: pytest.MonkeyPatch) -> None:
 
 
 def boxed(gm: Any, stand_ins: Any) -> Any:
-    """In Inductor's place: run a segment's operations one by one, on arguments like those it was compiled for."""
+    """Run a segment's operations one by one in Inductor's place, on arguments like those it was compiled for."""
 
     def call(args: list[Any]) -> Any:
         mine = tuple(args)

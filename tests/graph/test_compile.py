@@ -219,7 +219,7 @@ def test_no_worker_is_started_in_vain(monkeypatch):
 
 
 class Pretended:
-    """In the place of workers and Inductor: segments are ready when the test says so."""
+    """Stands in the place of workers and Inductor: segments are ready when the test says so."""
 
     def __init__(self, patch: pytest.MonkeyPatch, ready: int = 0) -> None:
         self.ready, self.compiled = ready, []

@@ -236,7 +236,7 @@ def test_a_step_may_drop_a_part_of_aux():
 
 
 def test_the_sums_of_a_loop_have_the_strides_of_its_gradients():
-    """Else the next iteration's sum, and the update, would be of other strides than in the eager step."""
+    """The next iteration's sum, and the update, would otherwise have other strides than in the eager step."""
     f = fzero.value_and_grad(lambda w, x: (x @ w.t()).square().sum(), micro_batches=3)
     jitted, w, x = fzero.jit(lambda w, x: f(w, x), backend="fx"), torch.randn(4, 3), torch.randn(6, 3)
     (_, got), (_, expected) = jitted(w, x), f(w, x)

@@ -117,7 +117,7 @@ def test_running_the_list_equals_running_its_passes_one_by_one(chain, all_settin
 
 
 def test_new_parameters_arrive_in_the_leaves_that_were_donated():
-    """So donation comes first: this example tells the orders apart."""
+    """Donation comes first: this example tells the orders apart."""
     sample = build_chain(REPLICATED)
     results = PassManager(sample.graph, PassContext(tuple(sample.pairs), tuple(sample.donated))).run(PLAIN)
     gather_counts = {p.row.name: sum(n.target is GATHER_INTO for n in p.graph.nodes) for p in results}

@@ -315,7 +315,7 @@ def test_a_plan_covers_meshes_of_several_axes_and_of_other_sizes():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_plan_for_another_world_size_equals_that_of_such_a_mesh(stage):
-    """Also where the axis splits leaves: each rank has another part of the experts then."""
+    """The axis may split leaves: each rank has another part of the experts then."""
 
     def of(ranks: int, asked: Any, **axes: int) -> fzero.graph.Plan:
         mesh = fzero.mesh(**axes)

@@ -65,7 +65,7 @@ def test_operations_of_a_loop_are_rows_of_the_plan():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_collectives_are_counted_with_their_iterations(stage):
-    """By unit and kind, without re-gathers and buckets: what the eager step sends, which gathers in every iteration."""
+    """Without re-gathers and buckets they are what the eager step sends, which gathers in every iteration."""
     mesh, k = fzero.mesh(dp=4), 5
     step = fzero.shard(train_step_for(mlp_loss, ADAMW, micro_batches=k), stage=stage, mesh=mesh)
     args = (*step.init(mlp_params(), ADAMW), mesh.split(mlp_batch(8 * k)))

@@ -78,7 +78,7 @@ def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update,
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_offloaded_element_crosses_once_a_step(name, update, stage, k):
-    """In its own dtype, however many micro-batches; updated on the device it is the state that crosses."""
+    """It crosses in its own dtype, however many micro-batches; updated on the device it is the state that crosses."""
     widths = WIDTHS[name] if update == "host" else (12, 12)
     for ratio in (0.3, 1):
         plan = planned(name, ratio, stage, update, k)

@@ -115,7 +115,7 @@ def test_a_plan_of_a_chunked_loss_holds_a_few_chunks_of_logits(name):
 
 
 def test_the_classes_of_the_head_may_be_split_over_an_axis():
-    """To 1e-6: the norms and the model's own loss are in float32."""
+    """They agree to 1e-6: the norms and the model's own loss are in float32."""
     model = model_of("LlamaForCausalLM", vocab_size=9000)
     plain, params, buffers = functional(model)
     layers = tp.layers(model)

@@ -60,7 +60,7 @@ def labels_of(values: list[int], ignored: int) -> torch.Tensor:
 @examples(13, 25)
 @given(OPTIONS, LABELS, st.sampled_from([2, 4, 10, 11, 50]), st.sampled_from([1.0, 1e3]), st.booleans())
 def test_linear_cross_entropy_equals_the_loss_of_whole_logits(options, values, chunk, scale, has_bias):
-    """Also of logits whose exponentials overflow, and where all labels are ignored."""
+    """Exponentials of logits may overflow, and all labels may be ignored."""
     labels, hidden = labels_of(values, options["ignore_index"]), normal(2, 2, WIDTH) * scale
     bias = BIAS if has_bias else None
     argnums = (0, 1, 3) if has_bias else (0, 1)

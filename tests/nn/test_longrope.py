@@ -74,7 +74,7 @@ def train_by_hand(lengths: Any) -> tuple[list[torch.Tensor], dict[str, torch.Ten
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_longrope_trains_as_by_torch_at_changing_lengths(backend, remat, caplog):
-    """To 1e-6: norms and angles are computed in float32."""
+    """They agree to 1e-6: norms and angles are computed in float32."""
     model, lengths = longrope(), LENGTHS if backend is None else (16, 16)
     apply, params, buffers = fzero.nn.functional(model, remat=remat)
     before = {name: x.clone() for name, x in buffers.items()}

@@ -54,7 +54,7 @@ def test_a_tiled_function_equals_the_function(chunk, tokens, dim, second):
 
 @pytest.mark.slow
 def test_a_tiled_function_holds_the_activations_of_one_tile():
-    """By the plan: those of the hidden layer, which is 16 times as wide, shrink with the tile."""
+    """In the plan those of the hidden layer, which is 16 times as wide, shrink with the tile."""
     mesh = fzero.mesh(dp=2)
 
     def peak(chunk):

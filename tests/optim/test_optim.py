@@ -406,7 +406,7 @@ def test_poisoned_padding_never_affects_training(stage, value):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_state_of_every_optimizer_counts_as_one(name):
-    """So that it is told in place of parameters. A state without tensors is an empty tuple, and so are other trees."""
+    """It is thus recognised in place of parameters. A state without tensors is an empty tuple, as other trees are."""
     state = TABLE[name].optimizer.init(small_params())
     classes = {type(x) for x in (state, *(state if type(state) is tuple else ()))}
     assert is_opt_state(state) == any(kind.__name__.endswith("State") for kind in classes)

@@ -164,7 +164,7 @@ def test_dropout_drops_scales_and_differentiates():
 
 @pytest.mark.slow
 def test_compiled_draws_by_key_equal_the_eager_ones():
-    """In Inductor's C++ loops too, which may assume that what counts elements does not overflow."""
+    """They do so in Inductor's C++ loops, which may assume that what counts elements does not overflow."""
     k = random.key(1)
 
     def draw(k):

@@ -78,7 +78,7 @@ def generation_of_the_dead(store: dist.Store, size: int, dies_at: dict[int, int]
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_ranks_agree_on_a_prefix_of_their_own(kind, tmp_path):
-    """In worlds one after the other, of any size, as an elastic job has them."""
+    """Worlds of any size follow one another, as in an elastic job."""
     first = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False) if kind == "tcp" else dist.HashStore()
     records = []
     for size in (1, 3, 2, 3):
@@ -108,7 +108,7 @@ def test_every_rank_names_the_one_that_did_not_arrive(absent):
 
 @pytest.mark.parametrize("late,who", [({2: 0.6}, "rank 2"), ({0: 0.6}, "rank 0"), ({1: 0.2}, None)])
 def test_the_log_names_missing_ranks_before_the_timeout(late, who, caplog):
-    """After a sixth of the timeout, half a second here."""
+    """It does so after a sixth of the timeout, half a second here."""
     assert len(set(meet(dist.HashStore(), [0, 1, 2], 3, timeout=3.0, late=late))) == 1
     text = f"{who} did not come to the first mesh within 0 s; this rank gives up 3 s after the last one has come"
     assert [r.message for r in caplog.records] == ([text] * (2 if who == "rank 0" else 1) if who else [])

@@ -31,7 +31,7 @@ def inputs() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def gradient_peaks() -> dict[tuple[str, int], float]:
-    """In units, above the inputs: partition and value_and_grad, by when gradients are reduced, and micro-batches."""
+    """Return peaks in units, above the inputs: of partition and value_and_grad, by reduction and micro-batches."""
     params, batch = inputs()
     peaks = {}
     for reduce_grads, k in itertools.product(("once", "each"), (1, 4)):

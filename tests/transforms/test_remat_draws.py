@@ -103,7 +103,7 @@ def test_a_seeded_block_draws_the_same_in_both_runs():
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_rematerialised_block_that_seeds_itself_equals_the_plain_one(k):
-    """Also in a later micro-batch, which draws for itself."""
+    """It does so in a later micro-batch, which draws for itself."""
     x, params, key = torch.randn(8, 5, dtype=torch.float64), keyed_params(), fzero.random.key(3)
     results = []
     for wrapped in (fzero.remat, lambda f: f):

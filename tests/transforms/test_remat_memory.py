@@ -116,7 +116,7 @@ def test_remat_lowers_the_peak_of_an_eager_gradient():
 
 
 def test_stage_3_with_remat_holds_one_full_block():
-    """On one rank of a world whose others are absent, so that no collective frees its memory late."""
+    """It runs on one rank of a world whose others are absent, so that no collective frees its memory late."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     layers, width = 24, 64

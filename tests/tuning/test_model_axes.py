@@ -72,7 +72,7 @@ def test_a_planned_model_trains_alike_on_every_mesh(name, split):
 
 @pytest.mark.slow
 def test_ranks_along_tp_hold_parts_of_the_tokens_between_layers():
-    """So what a block keeps is divided by tp, and not only what its heads and hidden units keep."""
+    """All that a block keeps is thus divided by tp, and not only what its heads and hidden units keep."""
     shape = ModelShape("wide", 64, 1, 4, 64, 64, gated=True, norm="rms", biases="")
     config = Configuration(1, 8, 1, ranks=2, tp=4)
     even, odd = (fzero.plan(*ModelStep(shape, n, False)(config)).live_of("activations") for n in (64, 65))

@@ -105,7 +105,7 @@ def test_the_traffic_of_a_layout_equals_a_formula(table):
 
 @pytest.mark.slow
 def test_the_best_layout_equals_that_of_an_exhaustive_search(table):
-    """At each budget that a row just meets, and just does not."""
+    """It does so at each budget that a row just meets, and just does not."""
     results = [(row.config, max(p.peak_bytes for p in ranks_of(row.config)), row.seconds) for row in table.rows]
     writer = Kept()
     assert fzero.tune(writer, **FEW, memory=1e12).rows == table.rows
@@ -129,7 +129,7 @@ def test_a_table_of_layouts_does_not_depend_on_the_number_of_workers(table):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
-    """By what is in flight: the first, the last, and the fullest of those between."""
+    """They are the first, the last, and of those between the one with most in flight."""
     for pp, chunks in ((2, 8), (4, 4), (5, 12), (8, 16)):
         config = Configuration(1, 1, chunks, ranks=1, pp=pp, schedule=name)
         ranks = _fullest_of(config)

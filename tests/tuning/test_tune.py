@@ -59,7 +59,7 @@ def test_a_row_is_the_plan_of_its_configuration():
 @examples(8, 60)
 @given(share=st.floats(0, 1.2), at=st.deferred(lambda: st.sampled_from(peaks())))
 def test_the_best_row_equals_that_of_an_exhaustive_search(share, at):
-    """At any budget, also one that a row just meets; what is skipped would not have fitted."""
+    """It does so at any budget, also one that a row just meets; what is skipped would not have fitted."""
     for budget in (at, share * peaks()[-1] + 1):
         table = fzero.tune(lambda c: planned(c), **SPACE, memory=budget, offload=(0.0, 1.0))
         fits = [r for r in tried().rows if r.peak_bytes <= budget]

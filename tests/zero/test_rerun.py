@@ -75,7 +75,7 @@ def test_any_flipped_bit_of_the_state_is_found_at_the_next_call(data, stage, n, 
 
 
 def test_rerun_does_not_report_state_that_the_user_changed():
-    """In place, or as new tensors, such as those of a checkpoint."""
+    """The user changed it in place, or gave new tensors, such as those of a checkpoint."""
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=fzero.mesh(dp=2), check=Rerun(every=2))
     params, opt_state = step.init(mlp_params(), OPT)
     batch = step.mesh.split(mlp_batch(4))

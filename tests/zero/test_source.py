@@ -38,7 +38,7 @@ SLOW = optim.Optimizer(frozen_state, lambda grads, state, params=None: (grads, s
 @examples(20, 40)
 @given(trees(dtypes=DTYPES), stages(), st.sampled_from(RULES), st.booleans(), st.booleans())
 def test_init_shares_no_memory_with_its_arguments(values, stage, units, by_function, keeps):
-    """At every stage, by every rule, whatever the dtype; also what a function hands out that it holds."""
+    """It shares none at any stage, by any rule, in any dtype; nor with what a function hands out that it holds."""
     before = tree.map(torch.clone, values)
     step = step_on(stage, units=units)
     opt = SLOW if keeps else optim.adam(0.1)

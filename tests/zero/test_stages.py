@@ -98,7 +98,7 @@ def measured(step: Any, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, int
     st.lists(st.sampled_from([row for row in ROWS if is_valid(row)]), min_size=1, max_size=2, unique=True), st.data()
 )
 def test_the_collectives_and_the_bytes_of_a_row_follow_from_its_fields(rows, data):
-    """So any two rows differ: in a collective, or in the bytes that a rank holds."""
+    """Any two rows thus differ: in a collective, or in the bytes that a rank holds."""
     n, k = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 4))
     full, results = 4 * sum(x.numel() for x in tree.tensors(mlp_params())), []
     with stages(*rows):

@@ -272,7 +272,7 @@ def of_the_pull_request(clip: bool, recast: Any) -> fzero.graph.Plan:
 
 @pytest.mark.slow
 def test_recast_lowers_the_peak_of_the_pull_request_as_its_table_says():
-    """On 32 ranks: 35.2 GB before and 30.7 after on paper; it measured 31.3, and was out of memory before."""
+    """32 ranks have 35.2 GB before and 30.7 after on paper; it measured 31.3, and was out of memory before."""
     without, before, after = (of_the_pull_request(*how) for how in ((False, False), (True, False), (True, "auto")))
     assert math.isclose(before.argument_bytes, 27.9e9, rel_tol=0.01)
     assert [round(x.peak_bytes / 1e9, 1) for x in (without, before, after)] == [28.8, 33.8, 31.4]

@@ -42,7 +42,7 @@ sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 @given(sizes=sizes, ranks_per_machine=st.sampled_from([1, 2, 3, 4, 8, math.inf]), data=st.data())
 def test_the_route_of_a_collective_is_that_of_the_first_ranks_group(sizes, ranks_per_machine, data):
-    """By the coordinates of all ranks: those that differ from the first along the named axes alone."""
+    """The coordinates of all ranks tell it: those that differ from the first along the named axes alone."""
     mesh = tuple(zip("abc", sizes, strict=False))
     axes = data.draw(st.lists(st.sampled_from([name for name, _ in mesh]), min_size=1, unique=True))
     coordinates = list(itertools.product(*[range(n) for n in sizes]))

@@ -27,7 +27,7 @@ Inductor = Callable[[GraphModule, Any, Any], Any]
 
 
 def interpreted(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
-    """In Inductor's place: run the operations one by one."""
+    """Run the operations one by one, in Inductor's place."""
 
     def run(args: list[Any]) -> list[Any]:
         mine = tuple(args)

@@ -77,7 +77,7 @@ def test_asynchronous_copies_train_bit_for_bit_as_synchronous_ones(late, name, o
 
 @pytest.mark.parametrize("backend", cases(["fx"], ["inductor"]))
 def test_offloaded_activations_arrive_before_their_use(late, backend):
-    """In a loop over micro-batches, too; compiled pieces read what has arrived."""
+    """They do so in a loop over micro-batches, too; compiled pieces read what has arrived."""
 
     def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
         for w in params:

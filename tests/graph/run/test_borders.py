@@ -115,7 +115,7 @@ def cut_at(places: frozenset[int]) -> Callable[[Iterable[Node]], list[list[Node]
 
 
 class Watched:
-    """In the place of `_with_traced_layouts`: sees that what goes in and comes out lies as its stand-ins do."""
+    """Sees, in the place of `_with_traced_layouts`, that what goes in and comes out lies as its stand-ins do."""
 
     def __init__(self) -> None:
         self.seen = 0

@@ -68,7 +68,7 @@ def test_a_call_whose_shapes_differ_in_one_size_has_a_length():
 
 
 def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
-    """In Inductor's place: run the operations with their numbers at the length that is given."""
+    """Run the operations, in Inductor's place, with their numbers at the length that is given."""
 
     def run(args: list[Any]) -> list[Any]:
         at, *mine = args

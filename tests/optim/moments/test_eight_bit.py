@@ -81,7 +81,7 @@ def test_eight_bit_rounding_takes_the_nearest_value(signed):
 
 @signs
 def test_table_look_ups_of_eight_bit_codes_equal_a_search(signed):
-    """Also next to midpoints, and for infinities and denormal numbers."""
+    """They do so next to midpoints, and for infinities and denormal numbers."""
     values = torch.tensor(_dynamic_values(signed))
     middles = (values[1:] + values[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(end)) for end in (-9.0, 9.0)]
@@ -201,7 +201,7 @@ def trained(step: Any, state: Any, split: Any = lambda x: x) -> Any:
 @example([(1,), (7,)], "one unit", EVERY, 8, 2, 0)
 @example([(2, 2, 300), (7,), (3, 256)], "one unit", optim.Moments("int8", full=some_are_full), 5, 1, 1)
 def test_eight_bit_training_does_not_depend_on_the_layout(shapes, rule, full, n, stage, seed):
-    """On any number of ranks, at any stage, in any units, of sizes that do not divide: every bit is equal."""
+    """Every bit is equal on any number of ranks, at any stage, in any units, of sizes that do not divide."""
     params, opt = params_of_shapes(shapes, seed), optim.adamw(1e-2, moments=full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
     expected = trained(step_of(opt), (params, opt.init(params)))

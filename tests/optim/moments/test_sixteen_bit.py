@@ -128,7 +128,7 @@ KINDS = {
 @example([(1,), (7,)], "one unit", EVERY, "lion", 8, 2, 0)
 @example([(2, 2, 300), (7,), (512, 2)], "one unit", optim.Moments("bfloat16", full=some_are_full), "adamw", 5, 1, 1)
 def test_sixteen_bit_training_does_not_depend_on_the_layout(shapes, rule, full, kind, n, stage, seed):
-    """On any number of ranks, at any stage, in any units, of sizes that do not divide: every bit is equal."""
+    """Every bit is equal on any number of ranks, at any stage, in any units, of sizes that do not divide."""
     params, opt = params_of_shapes(shapes, seed), KINDS[kind](full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
     expected = trained(step_of(opt), (params, opt.init(params)))

@@ -161,7 +161,7 @@ def blocks_of(count: int) -> Any:
 
 @pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 def test_muon_moves_a_shard_there_and_back(stage):
-    """With as many blocks as ranks: each sends its shard to the owners, in half precision, and gets as much."""
+    """There are as many blocks as ranks: each sends its shard to the owners, in half precision, and gets as much."""
     n, params, opt = 4, blocks_of(4), optim.muon(0.1)
     step = fzero.shard(train_step_for(loss_of_tree, opt), stage, fzero.mesh(dp=n))
     state = step.init(params, opt)

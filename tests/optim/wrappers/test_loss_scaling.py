@@ -20,7 +20,7 @@ WAYS = [(1, 2, 0, "nan"), (4, 1, 1, "inf"), (4, 1, 3, "nan"), (3, 3, 2, "nan"), 
     cases(WAYS, [(*w, s, v) for w in ((1, 2), (4, 1), (3, 3)) for s in range(4) for v in ("inf", "nan")]),
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, n, k, value):
-    """In one sample of one micro-batch of one rank; parameters and state stay bit for bit; then the run goes on."""
+    """One sample of one micro-batch of one rank overflows; parameters and state keep their bits; the run goes on."""
     precision = fzero.Precision(torch.float16, full=wide_norm)
     optimizer = optim.master_weights(optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)), precision)
     opt = optim.dynamic_loss_scale(optimizer, 64.0, growth_interval=2)

@@ -238,7 +238,7 @@ def test_offload_with_ratio_0_is_the_optimizer_itself(stage):
 @pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("name", ["adamw", "masters", "a mask", "leafwise", "lamb", "muon", "adafactor"])
 def test_an_offloaded_state_keeps_its_structure(name, update):
-    """From init to update, or a jitted step would be traced twice; at stage 0 and unsharded, too."""
+    """It does so from init to update, or a jitted step would be traced twice; at stage 0 and unsharded, too."""
     if name in (ON_DEVICE_ONLY if update == "host" else ["leafwise"]):
         return
     row, params = OPTIMIZERS[name], small_params()
@@ -294,7 +294,7 @@ def test_offload_refuses_a_value_that_is_no_optimizer(optimizer):
 
 
 def test_a_norm_of_offloaded_pieces_is_refused_with_a_remedy():
-    """For someone else's optimizer, of which offload cannot know that it reads whole leaves."""
+    """The optimizer is someone else's: offload cannot know that it reads whole leaves."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         norm = optim.global_norm(grads)

@@ -58,7 +58,7 @@ CHANGES = st.sampled_from([(0.3, 0.7), (1, 0), (0, 0.5), (0.37, by_path), (by_pa
 @example("masters, clip before", (0.3, 0.7), (3, 3), (1, 2))
 @example("adamw", (0.3, 0.7), (0, 1), (3, 2))
 def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after):
-    """At another stage and number of ranks, too: the loaded state is, bit for bit, the one that was saved."""
+    """Stage and number of ranks may differ, too: the loaded state is, bit for bit, the one that was saved."""
     row, update = OPTIMIZERS[name], "device" if name in ON_DEVICE_ONLY else "host"
     old, new = (row.make(offloading(ratio, update), small_params()) for ratio in change)
     step, state, _ = halfway(Way(*before), row, old)
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_one_ratio_loads_at_another(name, change, before, after)
 @example("adamw", (0.3, 0.7), 0, 2)
 @example("adamw", (0.3, 0.7), 2, 2)
 def test_training_goes_on_bit_for_bit_at_another_ratio(name, change, stage, n):
-    """By `with_offload_ratio`, by a checkpoint, and by cutting the whole state again."""
+    """The ratio changes by `with_offload_ratio`, by a checkpoint, and by splitting the whole state again."""
     row, update, way = OPTIMIZERS[name], "device" if name in ON_DEVICE_ONLY else "host", Way(stage, n)
     old, new, base = (row.make(w, small_params()) for w in (*(offloading(r, update) for r in change), plain))
     step, state, rest = halfway(way, row, base)

@@ -120,7 +120,7 @@ def test_a_leaf_of_zeros_or_with_a_zero_step_keeps_its_step(stage):
 @pytest.mark.parametrize("units", ONE, ids=["default units", "one unit"])
 @pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_masked_leaves_pass_through_and_their_state_is_not_touched(stage, units):
-    """Also where one shard holds leaves of both kinds."""
+    """One shard may hold leaves of both kinds."""
     opt = optim.masked(optim.adam(1e-2), matrices)
     mesh = fzero.mesh(dp=3)
 

@@ -40,7 +40,7 @@ def on_ranks(mesh: fzero.ranks.Mesh, f: Any, values: list[torch.Tensor], documen
 
 
 def assert_near(actual: Any, expected: Any) -> None:
-    """To 1e-12 of numbers near 1; a gradient may be exactly 0."""
+    """Assert that values agree to 1e-12 of numbers near 1; a gradient may be exactly 0."""
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
@@ -67,7 +67,7 @@ def parts(mesh: fzero.ranks.Mesh, tree: Any) -> Any:
 def test_attention_across_ranks_is_attention_of_the_sequence(
     seed, n, simulate, method, heads, half, causal, window, has_documents, scale, softcap, has_sinks
 ):
-    """With grouped queries, windows, documents, caps, sinks and every number of ranks, to 1e-12, with gradients."""
+    """It has grouped queries, windows, documents, caps and sinks, on any number of ranks: to 1e-12, with gradients."""
     if method == "all_to_all" and heads[0] % n:
         method = None
     length = 2 * n * half

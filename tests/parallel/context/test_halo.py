@@ -63,7 +63,7 @@ def test_a_halo_has_the_tokens_around_each_part(n, half, before, after, dim, sim
     st.integers(0, 9),
 )
 def test_neighbours_of_a_token_are_those_of_its_document(n, half, before, after, dim, simulate, seed):
-    """At every distance, wherever documents begin, and where a number comes back; with gradients."""
+    """They are so at every distance, wherever documents begin, and where a number comes back; with gradients."""
     before, after = min(before, half), min(after, half)
     shape = [2, 3, 3]
     shape[dim] = length = 2 * n * half
@@ -177,7 +177,7 @@ def test_a_halo_serves_any_dtype_and_no_tokens():
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_a_jitted_step_with_a_convolution_trains_as_on_whole_sequences(backend, has_documents):
-    """At stage 3; two steps have the parameters of whole sequences."""
+    """Two steps at stage 3 have the parameters of whole sequences."""
     from fzero import optim
     from tests.helpers import train_step_for
 

@@ -37,7 +37,7 @@ def test_each_rank_holds_the_tokens_of_its_positions(dp, n, half, dim, first):
 @examples(12, 60)
 @given(st.integers(1, 8), st.integers(0, 3), st.sampled_from([1, 2, -1]), st.sampled_from(["vmap", "lockstep"]))
 def test_gathered_tokens_are_the_whole_sequence(n, half, dim, simulate):
-    """On every rank; the gradient of a rank's tokens is the sum over the ranks, as all_gather has it."""
+    """They are so on every rank; the gradient of a rank's tokens is the sum over the ranks, as all_gather has it."""
     mesh = fzero.mesh(cp=n, simulate=simulate)
     shape = [2, 3, 3]
     shape[dim] = 2 * n * half
@@ -193,7 +193,7 @@ def test_a_batch_split_into_samples_over_the_axis_of_tokens_is_refused(use, simu
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_step_that_splits_samples_over_the_axis_of_tokens_is_refused(jit):
-    """Also where the step is traced, and where the batch is cast before."""
+    """The step may be traced, and the batch cast before."""
 
     opt = fzero.optim.sgd(0.1)
 
@@ -235,7 +235,7 @@ WHOLE = {
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @pytest.mark.parametrize("use", WHOLE)
 def test_whole_sequences_on_each_rank_are_refused(use, simulate):
-    """Unless the program takes its tokens of them: then they have as many as all ranks together."""
+    """They pass if the program takes its tokens of them: then they have as many as all ranks together."""
     mesh = fzero.mesh(dp=2, cp=2, simulate=simulate)
     whole = mesh.split(torch.arange(16).view(2, 8), "dp")
     with pytest.raises(ValueError, match=r"axis='cp': its 2 ranks hold the same 8 tokens.*positions\(8 // 2\)"):
@@ -249,7 +249,7 @@ def test_whole_sequences_on_each_rank_are_refused(use, simulate):
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("use", WHOLE)
 def test_tokens_that_are_split_over_another_axis_are_refused(use, bound):
-    """Also where the axis of the call is not bound, and each rank would pass for one that holds all tokens."""
+    """The axis of the call may be unbound, where each rank would pass for one that holds all tokens."""
     mesh = fzero.mesh(dp=2, sp=2, **({"cp": 2} if bound else {}))
     own = context.split(mesh, torch.arange(16).view(2, 8), axis="sp", batch_axis="dp")
     with pytest.raises(ValueError, match="axis='cp': the batch's tokens are split over 'sp': pass axis='sp'"):

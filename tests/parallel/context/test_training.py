@@ -87,7 +87,7 @@ def test_split_sequences_train_with_offload_tiles_and_a_chunked_loss():
 
 
 def test_an_evaluation_counts_the_tokens_of_all_parts():
-    """Also of a last batch that is not full: its rows are examples, and not parts of them."""
+    """The last batch may not be full: its rows are examples, and not parts of them."""
     mesh, params, batch = fzero.mesh(dp=2, cp=2), params_of(), batch_of(0, samples=8)
     step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh)
 
@@ -110,7 +110,7 @@ def test_an_evaluation_counts_the_tokens_of_all_parts():
 @pytest.mark.parametrize("mesh", [fzero.mesh(dp=2, cp=2), fzero.mesh(cp=4, dp=2, simulate="lockstep")], ids=repr)
 @pytest.mark.parametrize("backend", [None, "fx"])
 def test_predictions_are_of_whole_sequences(mesh, backend):
-    """In the order of the batch, with padded tokens at their end."""
+    """They are in the order of the batch, with padded tokens at their end."""
     params, batch = params_of(), batch_of(0, samples=8, length=13)
     step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh)
 
@@ -130,7 +130,7 @@ def test_predictions_are_of_whole_sequences(mesh, backend):
 
 
 def test_a_step_averages_over_the_axis_of_tokens():
-    """Else its ranks would keep the gradients of their own tokens."""
+    """Its ranks would otherwise keep the gradients of their own tokens."""
     mesh, params = fzero.mesh(dp=1, cp=2), params_of()
     step = fzero.shard(train_step_for(loss_for(causal=True), OPT), stage=3, mesh=mesh, axis="dp")
     with pytest.raises(ValueError, match=r"axis='cp'.*does not average over it.*add 'cp'"):

@@ -95,7 +95,7 @@ def batch_of(seed: int, shift: bool = True) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_model_trains_on_split_sequences_as_on_whole_ones(name, backend):
-    """To 1e-6: most of them compute positions and norms in float32."""
+    """They agree to 1e-6: most of them compute positions and norms in float32."""
     model = model_of(name).eval()  # the router of Phi-3.5-MoE draws in training
     plain, params, buffers = fzero.nn.functional(model)
     apply = fzero.nn.functional(model, context="cp").apply
@@ -244,7 +244,7 @@ def test_attention_with_unknown_arguments_is_refused():
 
 
 def test_a_model_that_gets_whole_sequences_is_refused():
-    """Also where no box tells how they were split."""
+    """It is refused even if no box tells how they were split."""
     model = model_of("LlamaForCausalLM")
     apply, params, buffers = fzero.nn.functional(model, context="cp")
     mesh, tokens = fzero.mesh(dp=1, cp=2), batch_of(0)["tokens"]
@@ -307,7 +307,7 @@ def test_a_model_that_looks_across_tokens_is_refused_by_its_line(mix):
 
 
 def test_operations_on_single_tokens_are_not_refused():
-    """Also where a size is 1 or a factor of others: a slice, sum or norm of a token's own elements."""
+    """A size may be 1 or a factor of others: a slice, sum or norm of a token's own elements."""
     model = model_of("LlamaForCausalLM")
     own = Shifted(lambda x: F.conv1d(x.mT, x.new_ones(32, 1, 1), groups=32).mT.softmax(-1)[..., :1] + x.roll(1, -1))
     model.model.layers[1].mlp = own
@@ -342,7 +342,7 @@ FEW = [("LlamaForCausalLM", "1f1b", 3, "vmap"), ("MistralForCausalLM", "gpipe", 
 
 @pytest.mark.parametrize("name,schedule,stage,simulate", cases(FEW, [(x, *y, z) for x, y, z in PIPELINES]))
 def test_a_pipeline_of_split_sequences_trains_as_the_whole(name, schedule, stage, simulate):
-    """With documents: two pipeline stages on each half of the tokens."""
+    """It has documents, and two pipeline stages on each half of the tokens."""
     model = model_of(name)
     plain, params, buffers = fzero.nn.functional(model, context="cp")
 

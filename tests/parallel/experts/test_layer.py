@@ -16,7 +16,7 @@ from tests.parallel.experts.model import D, batch_of, by_hand, experts_params, f
     st.integers(1, 3), st.integers(0, 6), st.sampled_from([1, 2, 4, 8]), st.data(), st.booleans(), st.integers(0, 99)
 )
 def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data, normalize, seed):
-    """By positions and by sorting; with more experts than tokens, as many choices as experts, and no token at all."""
+    """It goes by positions and by sorting; with more experts than tokens, choices of all experts, or no token."""
     k = data.draw(st.integers(1, count))
     g = torch.Generator().manual_seed(seed)
     x, p = normal(g, s, t, D), experts_params(count, seed)
@@ -68,7 +68,7 @@ def test_half_precision_goes_through_torchs_kernel():
 
 
 def test_queues_over_a_sequence_do_not_depend_on_the_rest_of_the_batch():
-    """So what is dropped of it does not depend on what else is in the batch."""
+    """The choices that are dropped of it do not depend on what else is in the batch."""
     params, batch = params_of()["layer"], batch_of(4)
     routing = moe.route(batch["x"] @ params["router"], 2)
     whole = moe.layer(ffn, params["experts"], batch["x"], routing, capacity=0.5)

@@ -42,7 +42,7 @@ def check(
 @examples(3, 24)
 @given(MESHES, st.integers(0, 3), CAPACITIES, st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
 def test_training_experts_on_any_mesh_equals_dense_training(mesh, stage, capacity, k, micro, sigmoid, remat):
-    """With drops, both losses, a global clip, micro-batches and remat: to 1e-12."""
+    """It has drops, both losses, a global clip, micro-batches and remat: to 1e-12."""
     over = "sequence" if micro > 1 else "batch"
     more = {"score": "sigmoid", "scale": 2.0, "groups": (2, 2)} if sigmoid else {}
     check(loss_for(k, capacity, over, remat=remat, **more), mesh, (stage,), micro)

@@ -187,7 +187,7 @@ def test_each_pass_of_a_stage_gathers_its_parameters_and_frees_them(name, rank, 
 
 @pytest.mark.parametrize("name,jit", [("1f1b", {"memory_budget": 1e12}), ("zb", {})])
 def test_a_stage_sends_back_before_its_weights_gradients_if_memory_allows_or_the_schedule_says_so(name, jit):
-    """So the stage before can go on: no product of the first half belongs to a weight."""
+    """The stage before can thus go on: no product of the first half belongs to a weight."""
     loop = loops_of(name, 1, jit=jit)
     products = {part.region.kind: [n for n in part.graph.nodes if "mm" in str(n.target)] for part in split(loop)}
     assert len(products["I"]) == 3 and len(products["W"]) == 3  # of two blocks and the head

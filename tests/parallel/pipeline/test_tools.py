@@ -30,7 +30,7 @@ def test_a_table_of_layouts_names_the_blocks():
 
 @pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_a_rank_holds_its_own_blocks_in_bytes(stage):
-    """With idle places: 3 of each rank, for 5 blocks."""
+    """It has idle places: 3 of each rank, for 5 blocks."""
     loss, params = loss_of(4, depth=5), params_of(5)
     step, (params, state), _ = made(fzero.mesh(dp=2, pp=2), loss, params, stage, optim.sgd(0.1, momentum=0.9))
     blocks, table, scale = 3 * (25 + 5) * 8, 35 * 8, 8

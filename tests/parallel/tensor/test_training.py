@@ -28,7 +28,7 @@ MESHES = st.sampled_from(
 @examples(2, 12)
 @given(MESHES, st.integers(0, 3), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans())
 def test_tensor_parallel_training_on_any_mesh_equals_dense(mesh, stage, micro, sequence, remat, tied):
-    """With a global clip, micro-batches, remat, tied embeddings, and the residual stream split or not: to 1e-12."""
+    """It has a global clip, micro-batches, remat, tied embeddings, and a residual stream split or not: to 1e-12."""
     params = params_of(tied)
     mine, plain = (train_step_for(f, OPT, micro_batches=micro) for f in (loss_for(sequence, remat), plain_loss))
     options: Any = {"split": TIED if tied else SPLIT, "axis": "dp"}

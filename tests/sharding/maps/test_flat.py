@@ -56,7 +56,7 @@ def test_flattening_by_copies_takes_no_memory_but_the_results():
 
 @given(SHAPES, FRONTS, st.integers(0, 3))
 def test_fake_tensors_are_viewed_as_flat_buffers_like_real_ones(shapes, front, before):
-    """Also where the buffer is a part of another, and where dimensions are in front."""
+    """The buffer may be a part of another, and dimensions may be in front."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     arguments = sizes, [list(shape) for shape in shapes]
     real = torch.zeros(*front, before + sum(sizes))

@@ -73,7 +73,7 @@ def test_without_an_upper_size_pieces_are_no_smaller_than_asked(numels, least):
 @examples(75, 300)
 @given(sizes(), st.integers(1, 30))
 def test_units_by_size_never_cut_a_small_subtree(numels, least):
-    """Nor one that is just large enough, whose children are all too small."""
+    """They do not cut one that is just large enough, whose children are all too small."""
     home = {path: piece.name for piece in divide_tree(numels, least) for path in piece.paths}
     nodes = {path.rsplit(".", depth)[0] for path in numels for depth in range(1, path.count(".") + 1)}
     for node in nodes:

@@ -173,7 +173,7 @@ dist.destroy_process_group()
 
 
 def test_an_fsdp2_script_with_a_plan_trains_as_without(tmp_path):
-    """On two ranks of gloo, in float32: each stage, checkpoint, offload and tensor parallelism."""
+    """It does so on two ranks of gloo, in float32: each stage, checkpoint, offload and tensor parallelism."""
     base = Configuration(3, micro_batch=1, accumulation=4, ranks=2, precision="float32")
     ways = {f"stage_{n}": {"stage": n, "remat": (False, "matmuls", "every-2", True)[n]} for n in range(4)}
     ways |= {"whole": {"stage": 1, "micro_batch": 4, "accumulation": 1}, "offload": {"offload": 1.0}}
