@@ -5,6 +5,8 @@ import functools
 import itertools
 import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -289,3 +291,9 @@ def test_no_fault_depends_on_the_names_of_other_functions(file):
         new = {name for change in mutant.changes for name in change.uses}
         other, names = with_other_names(text, frozenset(own | new))
         assert back(mutant.planted(other), names) == back(mutant.planted(text), {}), mutant.name
+
+
+def test_faults_are_planted_by_a_process_that_imports_no_fzero():
+    """It forks one that imports the package with the fault, whose operators are registered once."""
+    program = "import sys, tests.mutants; sys.exit('fzero' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, check=False).returncode == 0
