@@ -109,7 +109,7 @@ def shard_loop(
         model: the model, in training mode.
         optimizer: torch's AdamW, Adam, SGD or Adagrad, of the model's parameters.
         loss: `loss(model, batch)` returns the loss of one micro-batch, a 0-d tensor.
-        stage: the ZeRO stage, 0 to 3.
+        stage: the stage of ZeRO; see `fzero.shard`.
         max_norm: the largest norm of the gradients; None for no clipping.
         backend: a backend of `fzero.jit`, for a loss that is pure; None to run steps eagerly, block by block.
         remat: whether the blocks of a jitted step run again in the backward pass. Eager ones always do.

@@ -40,14 +40,14 @@ class Strategy(Processes):
     `predict_step`, and after `fit`. Elsewhere use `full_model(trainer)`.
 
     Args:
-        stage: the ZeRO stage, 0 to 3.
+        stage: the stage of ZeRO; see `fzero.shard`.
         full_weights: whether the module has its weights again after `fit`, on every rank's host. Pass False for a
             model that is too large; its checkpoints have them.
         process_group_backend: the backend of torch.distributed; by default NCCL on GPUs, and gloo on CPUs.
         timeout: how long processes wait for each other.
 
     Raises:
-        ValueError: if `stage` is not 0 to 3. `fit` raises it for a setting that cannot hold, such as manual
+        ValueError: if `stage` is no stage of ZeRO. `fit` raises it for a setting that cannot hold, such as manual
             optimization. The message names the setting.
 
     Example:

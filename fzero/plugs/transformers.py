@@ -40,7 +40,7 @@ def shard_trainer(
 
     Args:
         trainer: a Trainer, or an object of a subclass, that has not trained yet. Its `compute_loss` is differentiated.
-        stage: the ZeRO stage, 0 to 3.
+        stage: the stage of ZeRO; see `fzero.shard`.
         mesh: data-parallel ranks, one for each process; by default all processes.
         backend: a backend of `fzero.jit`; None to run steps eagerly, block by block. The default is "inductor" for
             Trainer's own `compute_loss`. It is None for a class that overrides it: its code may log, or read numbers,

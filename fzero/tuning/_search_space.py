@@ -44,7 +44,7 @@ class Configuration:
     """The settings of one step: the argument that `fzero.tune` passes to `make_step`.
 
     Attributes:
-        stage: the stage of ZeRO, 0 to 3.
+        stage: the stage of ZeRO; see `fzero.shard`.
         micro_batch: samples of a micro-batch on one rank.
         accumulation: micro-batches of a rank in one step: `micro_batches=` of `fzero.value_and_grad`, or of
             `fzero.pipeline` where there is a pipeline.
