@@ -27,6 +27,7 @@ __all__ = [
     "check_results",
     "check_tree",
     "check_unwritten",
+    "dtype_notes",
     "explain_error",
     "is_like",
 ]
@@ -330,7 +331,7 @@ def explain_error(
     notes = []
     if not is_message(error, error.__traceback__):  # of torch or of the user's code
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
-        notes += _dtype_notes(str(error), args)
+        notes += dtype_notes(str(error), args)
         notes += [note for text, note in _NOTES.items() if text in str(error)]
     path = error.result_path if isinstance(error, DiffersByRankError) else None
     if path is not None and path.split(".")[0] in [str(i) for i in param_argnums]:
@@ -368,7 +369,7 @@ _DTYPES = {
 }
 
 
-def _dtype_notes(message: str, args: Sequence[Any]) -> list[str]:
+def dtype_notes(message: str, args: Sequence[Any]) -> list[str]:
     """Return a note if torch's message names two dtypes, and the first leaf of a batch that has one of them."""
     words = re.findall(r"(?<![a-z])(?:cpu)?(bfloat16|half|float|double|long)(?:tensor|type|\b)", message.lower())
     dtypes = list(dict.fromkeys([_DTYPES[word] for word in words]))

@@ -26,6 +26,7 @@ from fzero.zero._call_checks import (
     check_results,
     check_tree,
     check_unwritten,
+    dtype_notes,
     explain_error,
     is_like,
 )
@@ -148,6 +149,16 @@ class ShardedStep:
 
     def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `run`, and compare plain arguments and results between the ranks if `check` asks for it at this call."""
+        try:
+            return self._compare(run, *args, **kwargs)
+        except RuntimeError as error:
+            for note in dtype_notes(str(error), args):  # a jitted step has no other
+                if note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+            raise
+
+    def _compare(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `run`, and compare what `check` asks for."""
         if isinstance(self.check, Rerun) and not vmaps():
             out = run_and_compare(
                 rerun=self.check, history=self._history, mesh=self.mesh, run=run, args=args, kwargs=kwargs

@@ -20,6 +20,11 @@ from tests.helpers import LEAST, train_step_for
 
 MESH, OTHER_MESH = fzero.mesh(dp=2), fzero.mesh(dp=4)
 OPT = optim.adamw(0.1)
+BFLOAT16 = fzero.Precision(param=torch.bfloat16)
+
+
+def masters() -> optim.Optimizer:
+    return optim.master_weights(OPT, BFLOAT16)
 
 
 def data(**changed: Any) -> dict[str, Any]:
@@ -167,6 +172,10 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
         lambda: step_of(stage=3, mesh=OTHER_MESH)(*step_of(stage=3).init(make(), OPT), OTHER_MESH.split(data()))
     ],
     "is in a box: give the mesh": [lambda: saved(step_of(stage=3).init(make(), OPT)[0])],
+    "casts parameters, and no batch": [lambda: run(batch=MESH.split(data(x=torch.ones(8, 4, dtype=torch.float64))))],
+    "expected the path of a folder": [lambda: fzero.save(make(), "runs"), lambda: fzero.load(make(), "runs")],
+    "a function of leaves": [lambda: fzero.tree.map(make(), torch.sin)],
+    "which keeps parameters by a policy already": [lambda: optim.master_weights(masters(), BFLOAT16)],
     "is not a checkpoint": [lambda: fzero.load(tempfile.mkdtemp(), like=make())],
     "is of another tree": [
         lambda: fzero.load(saved(make()), like={"w": torch.ones(4, 5)}),
