@@ -75,6 +75,15 @@ MUTANTS = [
             SETUP,
         ),
     ),
+    *File("zero/_call_checks.py", ("tests/errors/test_first_hour.py",)).faults(
+        Fault("a batch of another dtype gets no note", "dtype_notes", never("A in B and C")),
+    ),
+    *File("parallel/pipeline/_model.py", ("tests/errors/test_first_hour.py",)).faults(
+        Fault("a part of a pipeline that fails shows no arguments", "_call_part", never("not is_message(A, B)")),
+    ),
+    *File("parallel/pipeline/_model_checks.py", ("tests/errors/test_first_hour.py",)).faults(
+        Fault("a block of other arguments is accepted", "_check_takes", skipped("A.bind(*B, **C)")),
+    ),
     *File("optim/_states.py", ("tests/errors/test_layouts.py", "-k", "swapped")).faults(
         Fault("a chain's state is taken for parameters", "is_opt_state", never("any(is_opt_state(A) for A in B)")),
         Fault("a state of an optimizer is taken for parameters", "is_opt_state", bare("is_own or A")),
