@@ -17,6 +17,7 @@ __all__ = [
     "axis_size",
     "bound_axes",
     "bound_axis",
+    "check_distinct",
     "in_mesh_order",
     "index_on",
     "join_axes",
@@ -63,10 +64,12 @@ def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
     that a train step runs unsharded as it stands. `()` means no axis.
 
     Raises:
-        ValueError: if an axis is not bound, or if `None` is ambiguous.
+        ValueError: if an axis is not bound or named twice, or if `None` is ambiguous.
     """
     if axis is not None:
-        return tuple([bound_axis(name) for name in ((axis,) if isinstance(axis, str) else axis)])
+        names = (axis,) if isinstance(axis, str) else tuple(axis)
+        check_distinct(names)
+        return tuple([bound_axis(name) for name in names])
     if not SCOPES.stack:
         return ()
     axes = SCOPES.stack[-1].axes
@@ -74,6 +77,17 @@ def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
         names = [a.name for a in axes.each]
         raise ValueError(f"axis=None is ambiguous: {names} are bound here; name the axis, such as axis={names[0]!r}")
     return loss_axes()
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Check that no axis is named twice: a unit would be divided by its ranks twice, and summed over them once.
+
+    Raises:
+        ValueError: if one is. The message names it.
+    """
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"axis={tuple(names)!r} names {twice!r} twice: expected {tuple(dict.fromkeys(names))!r}")
 
 
 def resolve_shard_axes(axis: AxisName) -> tuple[Axis, ...]:

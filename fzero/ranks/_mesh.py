@@ -14,7 +14,7 @@ from fzero._arguments import check_callable, check_choice
 from fzero._notice import trouble_link
 from fzero._torch import group_of
 from fzero._tracebacks import api_boundary, api_boundary_with
-from fzero.axes import Axis, AxisName, BatchSplit
+from fzero.axes import Axis, AxisName, BatchSplit, check_distinct
 from fzero.collectives import to_device
 from fzero.ranks._launch import TIMEOUT, check_timeout, find_device, find_world, join
 from fzero.ranks._mesh_shape import check_axes, fill_shape, index_along
@@ -238,7 +238,7 @@ class Mesh:
         """List the axes that `axis` names; all axes if it is None.
 
         Raises:
-            ValueError: if it names no axis, or an axis that the mesh does not have.
+            ValueError: if it names no axis, an axis twice, or one that the mesh does not have.
             TypeError: if it is neither a string nor a tuple or list.
         """
         if axis is not None and not isinstance(axis, str | tuple | list):
@@ -252,6 +252,7 @@ class Mesh:
         for name in names:
             if name not in self.axis_names:
                 raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")
+        check_distinct(names)
         return names
 
     def bound_axes(self) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:

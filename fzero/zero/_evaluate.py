@@ -146,13 +146,13 @@ def predict(
 
 
 def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
-    """Return the axes over which examples are split."""
+    """Return the axes over which examples are split, in the mesh's order, in which batches are split."""
     if not hasattr(step, "data_axes"):
         raise TypeError(f"step is {_name(step)}: expected the step that fzero.shard(train_step, ...) returns")
     axes = step.data_axes if axis is None else step.mesh.names(axis)
     if other := [name for name in axes if name not in step.data_axes]:
         raise ValueError(f"axis={axis!r}: {other[0]!r} is not among the axes of the step's batch, {step.data_axes}")
-    return axes
+    return tuple([name for name in step.data_axes if name in axes])
 
 
 def _full(args: list[Any], gather: bool, precision: Precision | None) -> list[Any]:

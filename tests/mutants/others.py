@@ -61,6 +61,10 @@ MUTANTS = [
         Fault(
             "the index of an example follows the order of axis=", "loss_axes", becomes("in_mesh_order(A)", "tuple(A)")
         ),
+        Fault("an axis that is named twice divides a unit twice", "check_distinct", never("len(A) < len(B)")),
+    ),
+    *File("zero/_evaluate.py", ("tests/zero/test_axis_order.py",)).faults(
+        Fault("outputs follow the order of axis=, and not that of the batch", "_example_axes", returns("axes")),
     ),
     *File("sharding/maps/_flat_rows.py", ("tests/zero/test_axis_order.py",)).faults(
         Fault("shards pass between hosts in their own dtype", "_narrow_all", returns("xs")),

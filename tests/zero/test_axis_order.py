@@ -164,3 +164,35 @@ def test_a_state_of_one_order_moves_into_the_other(axis, stage, tmp_path):
     fzero.save(tmp_path / "state", list(state), mesh=mesh)
     moved = fzero.load(tmp_path / "state", like=list(second.init(tree.map(torch.zeros_like, full), opt)), mesh=mesh)
     assert_trees_close(second.gather(moved), first.gather(list(state)))
+
+
+@pytest.mark.parametrize("axis", [("dp", "host"), ("host", "dp"), None])
+def test_examples_are_evaluated_in_the_order_in_which_batches_are_split(axis):
+    """Any order of `axis=` means the same examples: the first rows of the batch, and outputs in its order."""
+    mesh, x = fzero.mesh(host=2, dp=3), torch.arange(12.0)
+    step = fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=mesh, axis=HOSTS_FIRST)
+    params, _ = step.init({"w": torch.tensor([2.0])}, optim.sgd(0.1))
+    outputs = fzero.predict(step, lambda params, x: x * params["w"], axis=axis)
+    assert outputs(params, mesh.split(x)).tolist() == (2 * x).tolist()
+    totals = fzero.evaluate(step, lambda params, x: x * params["w"], axis=axis)
+    assert [float(value) for value in totals(params, mesh.split(x), 5)] == [2 * sum(range(5)), 5]
+
+
+TWICE = ("dp", "dp")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda mesh: fzero.shard(lambda p, s, x: (p, s), stage=3, mesh=mesh, axis=("dp", "host", "dp")),
+        lambda mesh: mesh.split(torch.ones(4), TWICE),
+        lambda mesh: mesh.spmd(lambda x: fzero.collectives.psum(x, TWICE))(torch.ones(4)),
+        lambda mesh: mesh.spmd(lambda x: fzero.transforms.partition(x, axis=TWICE))({"w": torch.ones(4)}),
+        lambda mesh: mesh.spmd(lambda x: fzero.value_and_grad(torch.sum, axis=TWICE)(x))(torch.ones(4)),
+    ],
+    ids=["shard", "split", "psum", "partition", "value_and_grad"],
+)
+def test_an_axis_that_is_named_twice_is_refused(run):
+    """A unit would be divided by its ranks twice, and summed over them once: training on wrong numbers."""
+    with pytest.raises(ValueError, match="names 'dp' twice: expected"):
+        run(fzero.mesh(host=2, dp=2))
