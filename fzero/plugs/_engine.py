@@ -1,6 +1,6 @@
 """Engine: the models, loss and optimizer of another library's training loop, as one sharded step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,6 +33,8 @@ class Engine:
         opt_state: the optimizer's state.
         buffers: the buffers of the trained model.
         others: the other tensors of the models, as `LoopStep` takes them.
+        exact_frozen: the frozen parameters that half precision rounds, as they were given, sharded as an optimizer's
+            state is.
         metrics: the results of the latest step: the loss, the norm of the gradients, and for float16 the steps skipped.
         precision: the dtypes of half precision; None to train in the parameters' own.
     """
@@ -45,6 +47,7 @@ class Engine:
         params: Any,
         opt_state: Any,
         state: Any,
+        exact_frozen: Any,
         precision: optim.Precision | None,
     ) -> None:
         """Keep the state of a sharded loop, and compile the step and its update."""
@@ -54,6 +57,7 @@ class Engine:
         self.opt_state = opt_state
         (frozen, self.buffers), *rest = state
         self.others = (frozen, *rest)
+        self.exact_frozen = exact_frozen
         self.metrics: dict[str, torch.Tensor] = {}
         self.precision = precision
         self._run = None if backend is None else jit(step, backend=backend)
@@ -145,7 +149,7 @@ class Engine:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter and buffer of the trained model by name, full and on the host. All ranks call it."""
-        values = {**self._exact_params(), **self.others[0], **self.buffers}
+        values = {**self._exact_params(), **self.others[0], **self.exact_frozen, **self.buffers}
         names, entries = list(values), list(values.values())
         in_units = set()
         for _, _, members in sharded_units(names, entries):
@@ -276,6 +280,8 @@ def make_engine(
         frozen = frozen if precision is None else precision.cast(frozen)
         return step.partition(frozen), mesh.device_put(buffers)
 
+    frozen = {name: x for name, x in by_block.buffers.items() if name not in dict(model.named_buffers())}
+    exact_frozen = {} if precision is None else _exact_frozen(step, frozen, precision)
     state = [split(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
     for module in (
         others if options.in_place else (model, *others)
@@ -292,8 +298,18 @@ def make_engine(
         params=params,
         opt_state=opt_state,
         state=state,
+        exact_frozen=exact_frozen,
         precision=precision,
     )
+
+
+def _exact_frozen(step: ShardedStep, frozen: Mapping[str, torch.Tensor], policy: optim.Precision) -> Any:
+    """Shard the frozen parameters that the policy rounds, as master weights of them: a saved model holds these."""
+    rounded = {name: x for name, x in frozen.items() if x.dtype == policy.master}
+    if not rounded:
+        return {}
+    masters = optim.master_weights(optim.set_to_zero(), replace(policy, shard=None))
+    return step.init(rounded, masters)[1].master
 
 
 def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:

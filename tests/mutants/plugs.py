@@ -1,6 +1,6 @@
 """Faults in fzero/plugs, and in what was made for it."""
 
-from tests.mutants.changes import becomes, dropped, skipped
+from tests.mutants.changes import always, becomes, dropped, skipped
 from tests.mutants.mutant import Fault, File
 
 TRAINER = ("tests/plugs/test_transformers.py",)
@@ -116,6 +116,7 @@ MUTANTS = [
         Fault("half-precision shards lie beside their masters", "half_precision", dropped("shard=torch.float32")),
     ),
     *File("plugs/_engine.py", LIGHTNING).faults(
+        Fault("half precision rounds frozen weights for good", "_exact_frozen", always("not A")),
         Fault("evaluation is recorded by autograd", "Engine.call", becomes("torch.no_grad()", "torch.enable_grad()")),
     ),
     *File("plugs/_stand_ins.py", TRAINER).faults(

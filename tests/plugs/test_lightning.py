@@ -278,6 +278,28 @@ def test_mixed_precisions_keep_master_weights(tmp_path, precision, monkeypatch):
     torch.testing.assert_close(recorder.outputs, plain.outputs[:8], rtol=2e-2, atol=2e-2)
 
 
+class FrozenEmbed(Regression):
+    """A network whose first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.embed.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize("stage", cases([3], [0, 1, 2]))
+def test_half_precision_rounds_no_weight_that_is_frozen(tmp_path, stage):
+    """After fit the module holds them as they were given, and runs: all its weights have one dtype."""
+    (plain, *_), (module, *_) = (
+        train(tmp_path, strategy, FrozenEmbed, max_steps=3, precision="bf16-mixed")
+        for strategy in ("auto", plug.Strategy(stage))
+    )
+    torch.testing.assert_close(module.embed.weight, plain.embed.weight, rtol=0, atol=0)
+    assert module(torch.ones(2, 4)).dtype == torch.float32
+
+
 class LanguageModel(lightning.LightningModule):
     """A model of transformers, which generates in validation, with its cache."""
 
