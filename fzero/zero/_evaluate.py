@@ -84,7 +84,7 @@ def evaluate(
         values, weights = out if weighted else (out, None)
         b = _examples("evaluate", f, values if weights is None else (values, weights))
         device = tree.tensors(values)[0].device  # the rows are counted on the host
-        index = torch.arange(b, device=device) + axis_index(axes) * b
+        index = torch.arange(b, device=device) + axis_index(axes, device=device) * b
         is_real = index < rows
         weight = is_real if weights is None else torch.where(is_real, weights, 0)
         sums = tree.map(lambda x: _sum(torch.where(is_real, x, 0)), values)

@@ -292,7 +292,7 @@ def micro_batch_of(batch: Any, count: int, index: _Index, in_loop: bool = False)
 
 def _at(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
     """Return one of `count` equal parts of a tensor. The part's index is a tensor, which may differ by rank."""
-    return x.unflatten(0, (count, -1)).index_select(0, index.reshape(1)).squeeze(0)
+    return x.unflatten(0, (count, -1)).index_select(0, index.reshape(1).to(x.device)).squeeze(0)
 
 
 def call_without_axis(name: str, f: Callable[..., Any], *args: Any) -> Any:

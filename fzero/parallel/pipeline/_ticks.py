@@ -33,7 +33,7 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
     Returns:
         The sums of the totals and of the weights on the rank of the last stage; zeros on the others.
     """
-    is_last = axis_index(stages.axis.name) == stages.schedule.rank_of_stage[stages.last]
+    is_last = _index_beside(stages.axis.name, (blocks, rest)) == stages.schedule.rank_of_stage[stages.last]
     total = weight = torch.zeros((), device="cpu")
     for call, x in _run_stages(stages, blocks, rest):
         params, x = _mask_gradients(is_last, rest), _mask_gradients(is_last, x)
@@ -59,7 +59,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
     call_of = stages.call_of
     count, last = schedule.micro_batches, schedule.stages - 1
     columns = [[-1 if s is None else s for s in column] for column in zip(*placement.stage, strict=True)]
-    rank = axis_index(axis)
+    rank = _index_beside(axis, (blocks, rest))
     own_stages = [_own_entry(column, rank) for column in columns]  # by chunk
     block_columns = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
     own_blocks = [_own_entry(column, rank) for column in block_columns]  # by slot, the block's number
@@ -87,6 +87,12 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
             yield call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
         if t < count + last - 1:
             inputs = _shift(outputs, schedule, placement, axis)
+
+
+def _index_beside(axis: str, values: Any) -> torch.Tensor:
+    """Return this rank's index on the device of some tensors; under vmap one of each rank, which must lie there."""
+    device = next((x.device for x in tree.tensors(values)), torch.device("cpu"))
+    return axis_index(axis, device=device)
 
 
 def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
