@@ -193,7 +193,7 @@ MUTANTS = [
         Fault(
             "an evaluation counts parts as examples",
             "evaluate",
-            becomes("axis_index(axes)", "axis_index(step.data_axes)"),
+            becomes("axis_index(axes, device=A)", "axis_index(step.data_axes, device=A)"),
         ),
         Fault(
             "predictions are gathered over the axis of tokens too",
