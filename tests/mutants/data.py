@@ -65,7 +65,9 @@ MUTANTS = [
         Fault("the mean of batches ignores their sizes", "mean", bare("B.C(torch.add, D, A)")),
     ),
     *File("zero/_evaluate.py", DATA).faults(
-        Fault("every rank of an evaluation takes the first rank's rows", "evaluate.totals", bare("A + B(C, device=E) * D")),
+        Fault(
+            "every rank of an evaluation takes the first rank's rows", "evaluate.totals", bare("A + B(C, device=E) * D")
+        ),
         Fault(
             "rows that fill up a batch are measured in an evaluation",
             "evaluate.totals",
