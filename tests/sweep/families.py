@@ -6,7 +6,7 @@ A family of transformers is a row of `FAMILIES`. Its sizes are those names of `T
 import copy
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ class Model:
         attention: whether it has several implementations of attention.
         loose: how many times larger its errors may be: experts are chosen by a maximum, scans sum long products.
         batch_statistics: whether it normalizes over the batch: a rank's batch then differs from the whole one's.
-        refused: by what way of training ("mask", "remat", "pp", "tp", "bfloat16", "vmap") -> why, a part of the error.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Model:
     attention: bool = True
     loose: float = 1.0
     batch_statistics: bool = False
-    refused: dict[str, str] = field(default_factory=dict)
 
     def batch(self, seed: int, size: int, dtype: torch.dtype, mask: bool) -> Batch:
         """Draw a global batch; a mask leaves out the last tokens of every second example."""
@@ -249,4 +247,12 @@ OTHERS = [
     other("peft LoRA on GPT-2", "peft", "causal", lora),
 ]
 
-MODELS: dict[str, Model] = {model.name: model for model in [*FAMILIES, *OTHERS]}
+LATER = [  # of 2025 and 2026; after the others, since the number of a model decides whether it runs on processes
+    *map(family, ("olmo3", "seed_oss", "apertus", "arcee")),
+    *[family(name, like=EXPERTS) for name in ("qwen3_5_moe_text", "glm4_moe", "minimax_m2", "deepseek_v2")],
+    *[family(name, like=EXPERTS) for name in ("ernie4_5_moe", "phimoe", "qwen3_next")],
+    *[family(name, like={"loose": 10.0}) for name in ("qwen3_5_text", "nemotron_h")],
+    family("dots1", like=EXPERTS, n_shared_experts=1),
+    family("lfm2_moe", like=EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
+]
+MODELS: dict[str, Model] = {model.name: model for model in [*FAMILIES, *OTHERS, *LATER]}

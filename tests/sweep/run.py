@@ -31,6 +31,8 @@ KNOWN = (  # parts of errors by which fzero or vmap refuses a model, by name and
     "data-dependent control flow",
     "uses its blocks in another way",
     "without setup_context",
+    "which fzero.parallel.tensor does not know",
+    "differs by rank along 'tp'",  # a plan that forgets a layer, such as Apertus's norms of heads
 )
 
 
