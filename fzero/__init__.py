@@ -115,6 +115,16 @@ _OTHER_NAMES = {  # those of other libraries
     "shard_map": "mesh.spmd",
     "vmap": "torch.vmap",
     "psum": "fzero.collectives.psum",
+    "tree_map": "fzero.tree.map",
+    "PartitionSpec": "a rule of split=, such as fzero.parallel.tensor.split_rule",
+    "DTensor": "a rule of split=, such as fzero.parallel.tensor.split_rule",
+    "GatheredParameters": "step.gather(params)",
+    "checkpoint_wrapper": "fzero.remat(fn)",
+    "zero_grad": "not needed: fzero.value_and_grad returns gradients and keeps none",
+    "Adam": "fzero.optim.adam",
+    "AdamW": "fzero.optim.adamw",
+    "FusedAdam": "fzero.optim.adamw, which fzero.jit fuses",
+    "PRNGKey": "fzero.random.key",
 }
 
 
@@ -122,7 +132,7 @@ def __getattr__(name: str) -> Any:
     """Import a module, or the module of a function, at its first use."""
     if name not in _LAZY_MODULES and name not in _MODULE_OF:
         modules = [x for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
-        nearest = did_you_mean(name, __all__, "fzero.{}")
+        nearest = did_you_mean(name, __all__, "fzero.{}", cutoff=0.7)
         own = f": here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else nearest
         hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else own
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

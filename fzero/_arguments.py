@@ -196,6 +196,6 @@ def missing_names(module: str, names: Sequence[str], others: Mapping[str, str] |
         message = f"module {module!r} has no attribute {name!r}"
         if others and name in others:
             raise AttributeError(f"{message}: here it is {others[name]}")
-        raise AttributeError(message + did_you_mean(name, names, f"{module}.{{}}"))
+        raise AttributeError(message + did_you_mean(name, names, f"{module}.{{}}", cutoff=0.7))
 
     return raise_with_nearest

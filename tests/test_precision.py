@@ -382,7 +382,7 @@ def test_the_error_of_a_precision_policy_names_its_wrong_argument():
         fzero.value_and_grad(torch.sum, precision=torch.bfloat16)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"precision=torch\.bfloat16: expected a policy"):
         optim.master_weights(optim.sgd(0.1), torch.bfloat16)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="expected each axis once"):
+    with pytest.raises(ValueError, match="names 'a' twice"):
         fzero.data.batch_plan(micro_batch=1, accumulation=1, mesh=fzero.mesh(a=2, b=2), axis=("a", "a"))
     with pytest.raises(ValueError, match="initial=0"):
         optim.static_loss_scale(optim.sgd(0.1), 0)

@@ -161,10 +161,16 @@ def axis_if_bound(axis: str) -> tuple[str, ...]:
 
     Raises:
         TypeError: if `axis` is not a string.
+        ValueError: if `axis` is a misspelt axis that is bound. A rank's part would pass for the whole.
     """
     if not isinstance(axis, str):
         raise TypeError(f"axis={axis!r}: expected the name of the axis, a string")
-    return (axis,) if axis in axis_names() else ()
+    if axis in axis_names():
+        return (axis,)
+    if hint := did_you_mean(axis, axis_names(), "{!r}", cutoff=0.75):
+        bound = ", ".join(map(repr, axis_names()))
+        raise ValueError(f"axis={axis!r} is not bound here: the bound axes are {bound}{hint}")
+    return ()
 
 
 def loss_axes() -> tuple[Axis, ...]:

@@ -90,8 +90,6 @@ def _data_axes(mesh: Mesh, axis: AxisName, model_axes: AxisName) -> list[str]:
         shared = ("pp", "tp") if axis is None else ("pp",)
     else:
         shared = mesh.names(model_axes) if model_axes != () else ()
-    if len(set(names)) != len(names):
-        raise ValueError(f"axis={axis!r}: expected each axis once")
     data_axes = [name for name in names if name not in shared]
     if axis is None and len(data_axes) > 1:
         raise ValueError(

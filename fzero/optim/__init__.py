@@ -182,6 +182,11 @@ _OTHER_NAMES = {  # those of other libraries
     "GradientTransformation": "fzero.optim.Optimizer",
     "incremental_update": "fzero.optim.params_ema",
     "tree_utils": "fzero.tree",
+    "LambdaLR": "a function from the step's count to a rate, as the optimizer's first argument",
+    "GradScaler": "fzero.optim.dynamic_loss_scale",
+    "param_groups": "fzero.optim.by_group",
+    "FusedAdam": "fzero.optim.adamw, which fzero.jit fuses",
+    "DeepSpeedCPUAdam": "fzero.optim.offload(fzero.optim.adamw(rate), 1.0)",
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself

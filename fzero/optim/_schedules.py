@@ -109,6 +109,9 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
 def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) -> Schedule:
     """Rise linearly to `peak`, then follow `fall`, which maps progress from 0 to 1 to a rate."""
+    if 0 < warmup_steps < 1:
+        order = "the order of the arguments is peak, warmup_steps, total_steps"
+        raise ValueError(f"warmup_steps={warmup_steps!r}: expected a number of steps; {order}")
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"expected 0 <= warmup_steps < total_steps, given {warmup_steps} and {total_steps}")
 

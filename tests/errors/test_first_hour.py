@@ -8,6 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero.axes import axis_if_bound
 from fzero.parallel import experts
 from fzero.parallel import tensor as tp
 from tests.errors.helpers import PARAMS, TRAIN_STEP, Row, check, init, step_of
@@ -104,6 +105,16 @@ ROWS: dict[str, Row] = {
         lambda: split_step(tp.split_rule({"w": -1}, axis="tpp")).init({"w": torch.ones(4, 4)}, OPT),
         ValueError,
         r"splits leaves over 'tpp', which is not an axis of Mesh.*did you mean \"tp\"\?",
+    ),
+    "a misspelt axis of split layers": (
+        lambda: fzero.mesh(dp=2, tp=2).spmd(lambda: axis_if_bound("tpp"))(),
+        ValueError,
+        r"axis='tpp' is not bound here: the bound axes are 'dp', 'tp'; did you mean 'tp'\?",
+    ),
+    "arguments of a schedule in another order": (
+        lambda: optim.warmup_cosine(100, 1e-3, 1000),  # pyright: ignore[reportArgumentType]
+        ValueError,
+        "warmup_steps=0.001: expected a number of steps; the order of the arguments is peak, warmup_steps",
     ),
     "an axis of a rule that no mesh has": (
         lambda: split_step(lambda path, leaf: {"ep": 0}).init({"w": torch.ones(4, 4)}, OPT),

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from fzero._arguments import is_int
-from fzero.axes import SplitRule, axis_if_bound
+from fzero.axes import SplitRule, axis_if_bound, axis_names
 
 __all__ = ["T", "match_suffix", "split_rule"]
 
@@ -22,7 +22,7 @@ class _SplitByName:
 
     def __call__(self, path: str, leaf: torch.Tensor) -> dict[str, int] | None:
         dim = match_suffix(path, dict(self.dims))
-        return None if dim is None or not axis_if_bound(self.axis) else {self.axis: dim}
+        return None if dim is None or self.axis not in axis_names() else {self.axis: dim}
 
     def unused_names(self, paths: Sequence[str]) -> list[str]:
         """List the names that end no path."""
