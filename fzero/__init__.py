@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fzero import axes, codecs, collectives, graph, optim, random, ranks, sharding, transforms, tree, zero
-from fzero._arguments import did_you_mean
+from fzero._names import missing_attribute
 from fzero.graph import jit, plan
 from fzero.optim import Precision
 from fzero.ranks import mesh
@@ -89,7 +89,7 @@ _MODULE_OF = {
 }
 
 
-_OTHER_NAMES = {  # those of other libraries
+_ELSEWHERE = {  # names of other libraries
     "DDP": "fzero.shard(train_step, stage=0, mesh=mesh)",
     "DistributedDataParallel": "fzero.shard(train_step, stage=0, mesh=mesh)",
     "FSDP": "fzero.shard(train_step, stage=3, mesh=mesh)",
@@ -131,11 +131,9 @@ _OTHER_NAMES = {  # those of other libraries
 def __getattr__(name: str) -> Any:
     """Import a module, or the module of a function, at its first use."""
     if name not in _LAZY_MODULES and name not in _MODULE_OF:
-        modules = [x for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
-        nearest = did_you_mean(name, __all__, "fzero.{}", cutoff=0.7)
-        own = f": here it is {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else nearest
-        hint = f": it is {' or '.join([f'fzero.{x}.{name}' for x in modules])}" if modules else own
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        own = [f"fzero.{x}.{name}" for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
+        elsewhere = {name: " or ".join(own)} if own else _ELSEWHERE
+        raise missing_attribute(f"module {__name__!r}", name, __all__, elsewhere, "fzero.{}")
     module = importlib.import_module(f"fzero.{_MODULE_OF.get(name, name)}")
     value = getattr(module, name) if name in _MODULE_OF else module
     return globals().setdefault(name, value)  # the next use finds it here

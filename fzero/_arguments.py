@@ -1,11 +1,8 @@
-"""Checks of a user's arguments. Each error names the argument, the value given and the value expected.
-
-Where a name is not there, the error has the nearest one.
-"""
+"""Checks of a user's arguments. Each error names the argument, the value given and the value expected."""
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 __all__ = [
@@ -16,7 +13,6 @@ __all__ = [
     "check_remat",
     "did_you_mean",
     "is_int",
-    "missing_names",
     "name_of",
 ]
 
@@ -172,30 +168,3 @@ def did_you_mean(value: Any, choices: Iterable[Any], template: str = '"{}"', cut
     lower = {name.lower(): name for name in reversed(names)}
     matches = difflib.get_close_matches(value.lower(), lower, 1, cutoff) if isinstance(value, str) else []
     return f"; did you mean {template.format(lower[matches[0]])}?" if matches else ""
-
-
-def missing_names(module: str, names: Sequence[str], others: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which Python calls for a name that is not there: it raises.
-
-    Args:
-        module: the name of the module.
-        names: the module's public names.
-        others: the names of other libraries, each with what fzero has for it.
-
-    Raises:
-        AttributeError: at each call. It has what fzero calls another library's name, or the nearest name.
-
-    Example:
-        >>> missing_names("fzero.optim", ["adamw", "sgd"])("adamW")
-        Traceback (most recent call last):
-        AttributeError: module 'fzero.optim' has no attribute 'adamW'; did you mean fzero.optim.adamw?
-    """
-
-    def raise_with_nearest(name: str) -> Any:
-        """Raise an AttributeError that has the nearest name."""
-        message = f"module {module!r} has no attribute {name!r}"
-        if others and name in others:
-            raise AttributeError(f"{message}: here it is {others[name]}")
-        raise AttributeError(message + did_you_mean(name, names, f"{module}.{{}}", cutoff=0.7))
-
-    return raise_with_nearest

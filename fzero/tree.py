@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fzero._arguments import check_callable, missing_names
+from fzero._arguments import check_callable
 from fzero._donated import check_not_donated
 from fzero._format import format_tensor
+from fzero._names import missing_names
 from fzero._notice import trouble_link
 from fzero._torch import apply_to_groups, can_group, children_without_names, pytree, storage_id
 from fzero._tracebacks import api_boundary
@@ -336,7 +337,7 @@ def leaf_name(label: str, path: str) -> str:
     return f"{label} {first}" + (f", leaf {rest!r}" if rest else "")
 
 
-_OTHER_NAMES = {  # those of other libraries
+_ELSEWHERE = {  # names of other libraries
     "leaves": "fzero.tree.flatten(tree)[0]",
     "leaves_with_path": "fzero.tree.flatten_with_paths(tree)",
     "structure": "fzero.tree.flatten(tree)[1]",
@@ -348,4 +349,4 @@ _OTHER_NAMES = {  # those of other libraries
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _OTHER_NAMES)
+    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)

@@ -1,6 +1,5 @@
 """Checks of arguments: what passes, and what an error says."""
 
-import operator
 import re
 
 import pytest
@@ -75,20 +74,6 @@ def test_an_error_has_no_hint_where_no_name_is_near():
     assert did_you_mean("zzz", ("first", None, True)) == did_you_mean(3, ("3",)) == ""
     with pytest.raises(AttributeError, match=r"'fzero.optim' has no attribute 'zzz'$"):
         getattr(fzero.optim, "zzz")  # noqa: B009
-
-
-OTHER_NAMES = [
-    (module, other, name)
-    for module in (fzero.optim, fzero.tree, fzero.collectives)
-    for other, name in module._OTHER_NAMES.items()
-]
-
-
-@pytest.mark.parametrize(("module", "other", "name"), OTHER_NAMES)
-def test_a_name_of_another_library_is_not_fzeros_and_leads_to_one_that_is(module, other, name):
-    assert other not in module.__all__ and not hasattr(module, other)
-    for path in re.findall(r"fzero((?:\.\w+)+)", name):
-        assert operator.attrgetter(path[1:])(fzero)
 
 
 MESH = fzero.mesh(dp=2)

@@ -81,7 +81,7 @@ def test_the_import_hook_ignores_other_modules():
 def test_an_unknown_attribute_of_fzero_raises_with_a_hint():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fzero.nothing
-    with pytest.raises(AttributeError, match=r"has no attribute 'psum': it is fzero\.collectives\.psum$"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'psum': here it is fzero\.collectives\.psum$"):
         _ = fzero.psum
 
 

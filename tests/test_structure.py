@@ -22,6 +22,7 @@ FILES = python_files("fzero")
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
     ["_torch", "_notice", "_format", "_registry", "_arguments", "_dtypes"],
+    ["_names"],
     ["_liveness", "_report"],
     ["_tracebacks"],
     ["_donated"],

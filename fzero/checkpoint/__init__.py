@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.checkpoint import hf
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._folder import Checkpoints, checkpoints

@@ -6,13 +6,14 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fzero import tree
 from fzero._arguments import check_int, check_path
 from fzero._liveness import resume_at
+from fzero._names import missing_members
 from fzero._notice import trouble_link, warn_once
 from fzero._torch.types import StrPath
 from fzero._tracebacks import api_boundary
@@ -123,6 +124,21 @@ def _run_of(files: Files, mesh: Mesh | None, make: bool) -> str:
     return all_gather_texts(run, mesh)[0] if mesh is not None and mesh.distributed else run
 
 
+_ELSEWHERE = {  # names of Orbax's CheckpointManager, of DeepSpeed's engine and of Accelerate
+    "load": "checkpoints.restore(like), of the newest step; fzero.load(path, like, mesh) reads any",
+    "load_state": "checkpoints.restore(like)",
+    "load_checkpoint": "checkpoints.restore(like)",
+    "save_state": "checkpoints.save(step, values)",
+    "save_checkpoint": "checkpoints.save(step, values)",
+    "save_pretrained": "fzero.checkpoint.hf.write(folder, params)",
+    "async_save": "checkpoints.save(step, values), which saves in the background",
+    "wait_until_finished": "checkpoints.wait()",
+    "close": "checkpoints.wait()",
+    "should_save": "your loop's: if i % 100 == 0: checkpoints.save(i, values)",
+    "state_dict": "a tree: checkpoints.save(step, values) takes it, and checkpoints.restore(like) returns it",
+}
+
+
 class Checkpoints:
     """The checkpoints of a run, made by `fzero.checkpoint.checkpoints`. A `with` statement waits for the last save."""
 
@@ -145,6 +161,9 @@ class Checkpoints:
         run = "" if self._memory is None else _run_of(self._files, self._mesh, make)
         hosts = Hosts(self._mesh, self._timeout, self._copies) if run else None
         return None if self._memory is None or hosts is None else SharedMemory.of(self._memory, run, hosts)
+
+    if not TYPE_CHECKING:  # a type checker finds a missing name itself
+        __getattr__ = missing_members(_ELSEWHERE)
 
     def __repr__(self) -> str:
         return f"Checkpoints({self._files.path!r}, keep={self._keep}, keep_every={self._keep_every})"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.codecs._codec import (
     Codec,
     CodecKey,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.collectives import gloo
 from fzero.collectives._check_copies import DeferredCheck, check_copies
 from fzero.collectives._messages import receive, send
@@ -111,7 +111,7 @@ INTERNAL = [
     "wait_to_host",
 ]
 
-_OTHER_NAMES = {  # those of other libraries
+_ELSEWHERE = {  # names of other libraries
     "all_reduce": "fzero.collectives.psum",
     "reduce_scatter": "fzero.collectives.psum_scatter",
     "pbroadcast": "fzero.collectives.pvary",
@@ -122,4 +122,4 @@ _OTHER_NAMES = {  # those of other libraries
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _OTHER_NAMES)
+    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.data._batch_plan import BatchPlan, batch_plan
 from fzero.data._batches import Batches, batches
 from fzero.data._epoch import epoch, mean

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.graph import loop
 from fzero.graph._collector import pause_collector
 from fzero.graph._entry import JitOptions

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.local_sgd._local_steps import LocalSteps, local_steps
 from fzero.local_sgd._replicas import LocalState, Replicas
 from fzero.local_sgd._sync_schedule import SyncSchedule

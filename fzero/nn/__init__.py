@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.nn._apply import Apply
 from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
 from fzero.nn._functional import Functional, functional

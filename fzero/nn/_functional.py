@@ -1,11 +1,12 @@
 """functional: take a module apart into a pure function, its parameters and its buffers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fzero._arguments import check_remat
+from fzero._names import missing_members
 from fzero._torch.modules import persistent_buffers
 from fzero._torch.types import NamedTensors
 from fzero._tracebacks import api_boundary
@@ -25,6 +26,27 @@ from fzero.zero import stand_ins
 __all__ = ["Functional", "functional", "mutable_buffers", "scratch_buffers", "tensors_of"]
 
 
+_ELSEWHERE = {  # names of torch.nn's modules
+    "parameters": "model.params, a dict by name",
+    "named_parameters": "model.params, a dict by name",
+    "named_buffers": "model.buffers, a dict by name",
+    "state_dict": "{**model.params, **model.buffers}, two dicts by name",
+    "load_state_dict": "the module's, before fzero.nn.functional(module); or pass other dicts to model.apply",
+    "train": "the module's, before fzero.nn.functional(module.train())",
+    "eval": "the module's, before fzero.nn.functional(module.eval())",
+    "to": "not needed: step.init puts model.params on the mesh's device, and mesh.device_put(model.buffers) the rest",
+    "cuda": "not needed: step.init puts model.params on the mesh's device, and mesh.device_put(model.buffers) the rest",
+    "half": "fzero.optim.master_weights(opt, fzero.Precision(param=torch.float16))",
+    "bfloat16": "fzero.optim.master_weights(opt, fzero.Precision(param=torch.bfloat16))",
+    "forward": "model.apply(params, buffers, *inputs)",
+    "zero_grad": "not needed: fzero.value_and_grad returns gradients and keeps none",
+    "requires_grad_": "the module's, before fzero.nn.functional(module): frozen parameters are in model.buffers",
+    "modules": "the module's: fzero.nn.functional(module) keeps no values in modules",
+    "init": "model.params, which step.init(model.params, opt) puts on the mesh",
+    "save_pretrained": "fzero.checkpoint.hf.write(folder, params)",
+}
+
+
 class Functional(NamedTuple):
     """A module taken apart: `apply, params, buffers = functional(module)`.
 
@@ -37,6 +59,9 @@ class Functional(NamedTuple):
     apply: "Apply"
     params: NamedTensors
     buffers: NamedTensors
+
+    if not TYPE_CHECKING:  # a type checker finds a missing name itself
+        __getattr__ = missing_members(_ELSEWHERE)
 
 
 @api_boundary

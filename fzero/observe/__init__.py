@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.observe._lines import LineCost, Span, StackCost
 from fzero.observe._metrics import MetricsLog, Rows, jsonl, log, progress, tensorboard
 from fzero.observe._nonfinite import Nonfinite, Origin, nonfinite

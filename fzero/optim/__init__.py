@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adam import AdamState, adam, adamw, lamb, scale_by_adam, scale_by_trust_ratio
 from fzero.optim._averages import EmaState, ema, params_ema
@@ -166,7 +166,7 @@ INTERNAL = [
     "watch_roles",
 ]
 
-_OTHER_NAMES = {  # those of other libraries
+_ELSEWHERE = {  # names of other libraries
     "warmup_cosine_decay_schedule": "fzero.optim.warmup_cosine",
     "cosine_decay_schedule": "fzero.optim.warmup_cosine with warmup_steps=0",
     "warmup_exponential_decay_schedule": "fzero.optim.join_schedules of linear and exponential_decay",
@@ -190,4 +190,4 @@ _OTHER_NAMES = {  # those of other libraries
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _OTHER_NAMES)
+    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)

@@ -6,12 +6,13 @@ parameters. On boxed trees `fzero.tree.map` visits the shards, so an elementwise
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from fzero import tree
 from fzero._arguments import check_callable
+from fzero._names import missing_members
 from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
@@ -70,6 +71,23 @@ class OptimizerLike(Protocol):
         ...
 
 
+_ELSEWHERE = {  # names of torch.optim's optimizers
+    "step": "updates, opt_state = opt.update(grads, opt_state, params), and optim.apply_updates(params, updates)",
+    "zero_grad": "not needed: fzero.value_and_grad returns gradients and keeps none",
+    "param_groups": "optim.by_group((opt, mask), ...); a rate that changes is a schedule",
+    "add_param_group": "optim.by_group((opt, mask), ...)",
+    "state": "opt_state, an argument and a result: opt_state = opt.init(params)",
+    "state_dict": "opt_state, an argument and a result, which fzero.save(path, values, mesh) saves",
+    "load_state_dict": "fzero.load(path, like, mesh), with opt_state in the tree like",
+    "defaults": "the arguments of the function that made the optimizer; optim.inject_hyperparams keeps them as state",
+    "apply_updates": "optim.apply_updates(params, updates)",
+    "apply": "optim.apply_updates(params, updates)",
+    "apply_gradients": "updates, opt_state = opt.update(grads, opt_state, params), and optim.apply_updates",
+    "backward": "fzero.value_and_grad(loss_fn)(params, batch), which takes gradients",
+    "minimize": "fzero.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state, params)",
+}
+
+
 @api_boundary_of_class
 @dataclass(frozen=True)
 class Optimizer:
@@ -123,6 +141,9 @@ class Optimizer:
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
+
+    if not TYPE_CHECKING:  # a type checker finds a missing name itself
+        __getattr__ = missing_members(_ELSEWHERE)
 
     def cast_and_offload(self, params: Params) -> Params:
         """Cast parameters to the dtypes of `precision`, and move their share to the host, after the state is made.

@@ -6,11 +6,12 @@ The policy is data. It sets the dtypes in which `fzero.value_and_grad(precision=
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fzero import tree
+from fzero._names import missing_members
 from fzero._tracebacks import api_boundary_of_class
 from fzero.codecs import Codec, CodecKey
 from fzero.sharding import Shard, Slot, box_of, is_box, traced_spec
@@ -33,6 +34,20 @@ class _GradientDtypes(NamedTuple):
     grad: torch.dtype
     gather_key: CodecKey | None = None
     reduce_key: CodecKey | None = None
+
+
+_ELSEWHERE = {  # names of FSDP2's MixedPrecisionPolicy and of jmp's Policy
+    "param_dtype": "precision.param",
+    "compute_dtype": "precision.param",
+    "output_dtype": "the model's: outputs are not cast, and losses may be, loss.float()",
+    "cast_forward_inputs": "the batch's: inputs are not cast, so cast them, batch.to(precision.param)",
+    "buffer_dtype": "the module's: buffers are not cast",
+    "cast_to_compute": "precision.cast(params)",
+    "cast_to_param": "precision.cast(params)",
+    "cast_to_output": "the model's: outputs are not cast",
+    "grad_dtype": "precision.grad",
+    "autocast": "not needed: parameters have the dtype precision.param, and the model computes in it",
+}
 
 
 @api_boundary_of_class
@@ -106,6 +121,9 @@ class Precision:
                 f"shard={self.shard}: expected param={self.param}, for master weights in the optimizer state, or "
                 f"master={self.master}, for shards that are the master weights"
             )
+
+    if not TYPE_CHECKING:  # a type checker finds a missing name itself
+        __getattr__ = missing_members(_ELSEWHERE)
 
     @property
     def reduce_dtype(self) -> torch.dtype:

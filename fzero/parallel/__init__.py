@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 
 if TYPE_CHECKING:  # a lower layer imports schedules, and higher layers the rest: each is imported at its first use
     from fzero.parallel import context, experts, pipeline, schedules, tensor

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 
 if TYPE_CHECKING:
     from fzero.plugs import accelerate, lightning, transformers

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.random._draws import apply_mask, bernoulli, dropout, keep_mask_at, normal, randint, uniform
 from fzero.random._keys import bits_at, check_key, fold_in, key, mix_bits, split
 from fzero.random._seeded import call_with_key, next_key, seeded

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
 from fzero._arguments import check_callable, check_choice
+from fzero._names import missing_members
 from fzero._notice import trouble_link
 from fzero._torch import group_of
 from fzero._tracebacks import api_boundary, api_boundary_with
@@ -113,16 +114,21 @@ def _create_joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]
     return tuple(groups)
 
 
-# What a DeviceMesh has, and a mesh has not.
-_ELSEWHERE = {
-    "get_group": "mesh.device_mesh has the process groups; fzero.collectives take the name of an axis",
-    "get_local_rank": "mesh.index(axis) is this process's place along an axis, and within a step fzero.axes.axis_index",
+_ELSEWHERE = {  # names of torch's DeviceMesh and of JAX's Mesh
+    "get_group": "the name of an axis, which fzero.collectives take; mesh.device_mesh has the process groups",
+    "get_all_groups": "the names of axes, which fzero.collectives take; mesh.device_mesh has the process groups",
+    "get_local_rank": "mesh.index(axis), and within a step fzero.axes.axis_index(axis)",
+    "get_coordinate": "mesh.coordinates(mesh.rank)",
     "get_rank": "mesh.rank",
+    "get_world_size": "mesh.size",
+    "mesh": "dict(mesh.shape), the size of each axis",
     "mesh_dim_names": "mesh.axis_names",
     "dim_names": "mesh.axis_names",
     "ndim": "len(mesh.axis_names)",
     "device_type": "mesh.device.type",
+    "devices": "mesh.device, that of this process",
     "world_size": "mesh.size",
+    "barrier": "not needed: a collective waits for its ranks",
 }
 
 
@@ -147,12 +153,7 @@ class Mesh:
     within: tuple[tuple[str, int], ...] = ()
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise an AttributeError that says what a mesh has in place of a DeviceMesh's attributes."""
-            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
-            raise AttributeError(message, name=name, obj=self)
+        __getattr__ = missing_members(_ELSEWHERE)
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> "Mesh":
         """Return the mesh of the ranks that differ from this rank only along these axes.

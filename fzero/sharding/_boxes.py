@@ -15,6 +15,7 @@ import torch
 from fzero import tree
 from fzero._donated import DonatedError, donated_message
 from fzero._format import format_tensor
+from fzero._names import missing_attribute
 from fzero._notice import trouble_link
 from fzero._torch import is_tracing, register_box
 from fzero._torch.levels import VersionKey, version_key
@@ -40,6 +41,18 @@ __all__ = [
     "split_shard",
     "unwrap_per_rank",
 ]
+
+
+_ELSEWHERE = {  # names of torch's DTensor and of JAX's arrays
+    "full_tensor": "fzero.gather(tree), outside a step step.gather(tree)",
+    "to_local": "box.data, this rank's elements",
+    "from_local": "step.partition(tree) of full tensors",
+    "redistribute": "fzero.gather(tree) and then fzero.partition(tree)",
+    "placements": "box.spec, the layout of its unit; fzero.sharding.layouts(tree) lists those of a tree",
+    "sharding": "box.spec, the layout of its unit; fzero.sharding.layouts(tree) lists those of a tree",
+    "device_mesh": "box.spec, the layout of its unit; fzero.sharding.layouts(tree) lists those of a tree",
+    "addressable_shards": "box.data, this rank's elements",
+}
 
 
 class _Box:
@@ -71,7 +84,7 @@ class _Box:
             _check_not_donated(self)
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
             raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise missing_attribute(f"{type(self).__name__!r} object", name, (), _ELSEWHERE)
 
 
 def _check_not_donated(box: Any) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.transforms._loss_scale import scaled_value_and_grad
 from fzero.transforms._remat import remat
 from fzero.transforms._stage_transforms import assemble, gather, partition, reduce_scatter, replicate, step

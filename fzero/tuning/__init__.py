@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.tuning._peer_estimates import PeerEstimate, deepspeed_zero2, deepspeed_zero3, peer_estimates
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration

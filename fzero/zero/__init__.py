@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fzero._arguments import missing_names
+from fzero._names import missing_names
 from fzero.zero._bytes import state_bytes
 from fzero.zero._evaluate import evaluate, predict
 from fzero.zero._module_params import initializer, stand_ins

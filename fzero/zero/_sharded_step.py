@@ -9,6 +9,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_callable
 from fzero._liveness import publish_step
+from fzero._names import missing_members
 from fzero._torch import empty_cache, is_tracing
 from fzero._torch.levels import vmaps
 from fzero._tracebacks import UserFrames, api_boundary, api_boundary_with
@@ -41,19 +42,29 @@ from fzero.zero._unit_buffers import in_unit_buffers
 __all__ = ["ShardedStep"]
 
 
-# What DeepSpeed's engine and FSDP's modules have, and a step has not.
-_ELSEWHERE = {
-    "backward": "fzero.value_and_grad(loss_fn)(params, batch) takes gradients, within train_step",
-    "step": "a call of it updates: params, opt_state, loss = step(params, opt_state, batch)",
-    "zero_grad": "gradients are values, and nothing has to be cleared",
-    "forward": "fzero.evaluate(step, f) and fzero.predict(step, f) run a model",
-    "train": "give the module its mode before fzero.nn.functional(module)",
-    "eval": "give the module its mode before fzero.nn.functional(module); fzero.evaluate(step, f) evaluates",
-    "module": "parameters are arguments and results: step.gather(params) makes them full",
-    "parameters": "parameters are arguments and results: step.gather(params) makes them full",
-    "named_parameters": "parameters are arguments and results: step.gather(params) makes them full",
-    "state_dict": "step.gather(params) makes full tensors, and fzero.save(path, values, mesh) saves them in any layout",
-    "load_state_dict": "step.partition(params) shards full tensors, fzero.load(path, like, mesh) loads a checkpoint",
+_ELSEWHERE = {  # names of DeepSpeed's engine, of FSDP's modules and of Accelerate
+    "backward": "fzero.value_and_grad(loss_fn)(params, batch) within train_step, which takes gradients",
+    "step": "a call: params, opt_state, loss = step(params, opt_state, batch)",
+    "train_batch": "a call: params, opt_state, loss = step(params, opt_state, batch)",
+    "eval_batch": "fzero.evaluate(step, f)",
+    "zero_grad": "not needed: gradients are values, which no step keeps",
+    "clip_grad_norm_": "the optimizer's: fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), opt)",
+    "forward": "fzero.evaluate(step, f) or fzero.predict(step, f), which run a model",
+    "train": "the module's, before fzero.nn.functional(module)",
+    "eval": "the module's, before fzero.nn.functional(module); fzero.evaluate(step, f) evaluates",
+    "to": "the mesh's: fzero.mesh(dp=4, device=...), and step.init puts the parameters there",
+    "cuda": "the mesh's: fzero.mesh(dp=4, device=...), and step.init puts the parameters there",
+    "compile": "fzero.jit(step)",
+    "module": "an argument and a result: step.gather(params) makes the parameters full",
+    "parameters": "an argument and a result: step.gather(params) makes the parameters full",
+    "named_parameters": "an argument and a result: step.gather(params) makes the parameters full",
+    "optimizer": "an argument of step.init(params, opt), whose state is an argument and a result of the step",
+    "unshard": "step.gather(params)",
+    "reshard": "step.partition(params)",
+    "no_sync": "fzero.value_and_grad(loss_fn, micro_batches=4)",
+    "set_requires_gradient_sync": "fzero.value_and_grad(loss_fn, micro_batches=4)",
+    "state_dict": "step.gather(params) for full tensors; fzero.save(path, values, mesh) saves them in any layout",
+    "load_state_dict": "step.partition(params) of full tensors, or fzero.load(path, like, mesh) of a checkpoint",
     "save_checkpoint": "fzero.save(path, values, mesh)",
     "load_checkpoint": "fzero.load(path, like, mesh)",
 }
@@ -195,12 +206,7 @@ class ShardedStep:
         return Spmd(self.mesh, f, self.axis, self.rules)
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise an AttributeError that says what a step has in place of an engine's or a module's methods."""
-            hint = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
-            raise AttributeError(message, name=name, obj=self)
+        __getattr__ = missing_members(_ELSEWHERE)
 
     def on_mesh(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""

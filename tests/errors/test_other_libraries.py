@@ -43,13 +43,13 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "a nearest name": (fzero, "value_and_grads", "did you mean fzero.value_and_grad?"),
     "a cosine schedule of optax": (optim, "cosine_decay_schedule", "here it is fzero.optim.warmup_cosine"),
     "optax's check": (optim, "apply_if_finite", "here it is fzero.optim.dynamic_loss_scale"),
-    "backward of an engine": (STEP, "backward", "fzero.value_and_grad(loss_fn)(params, batch) takes gradients"),
-    "step of an engine": (STEP, "step", "a call of it updates: params, opt_state, loss = step("),
-    "parameters of a module": (STEP, "parameters", "step.gather(params) makes them full"),
+    "backward of an engine": (STEP, "backward", "fzero.value_and_grad(loss_fn)(params, batch) within train_step"),
+    "step of an engine": (STEP, "step", "here it is a call: params, opt_state, loss = step("),
+    "parameters of a module": (STEP, "parameters", "step.gather(params) makes the parameters full"),
     "a state dict": (STEP, "state_dict", "fzero.save(path, values, mesh) saves them in any layout"),
     "a state dict of a jitted step": (fzero.jit(STEP), "state_dict", "fzero.save(path, values, mesh)"),
     "the groups of a device mesh": (TWO, "get_group", "mesh.device_mesh has the process groups"),
-    "a rank of a device mesh": (TWO, "get_local_rank", "mesh.index(axis) is this process's place along an axis"),
+    "a rank of a device mesh": (TWO, "get_local_rank", "here it is mesh.index(axis), and within a step"),
 }
 CALLS: dict[str, tuple[Any, str]] = {
     "reshard_after_forward": (lambda more: step_of(3, **more), "is the stage's: 3 gathers a unit again"),

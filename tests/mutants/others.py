@@ -32,7 +32,10 @@ MUTANTS = [
         Fault("a single choice is told as one of two", "check_choice", becomes("A if rest else last", "A")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
         Fault("a name in other letters is not near", "did_you_mean", bare("A.lower()", at="2 of 2")),
-        Fault("another library's name is answered with the nearest", "missing_names", never("A and name in A")),
+    ),
+    *File("_names.py", ("tests/test_names.py",)).faults(
+        Fault("another library's name is answered with the nearest", "missing_attribute", never("A and name in A")),
+        Fault("a hidden name is the nearest", "missing_attribute", always("not x.startswith(A)")),
     ),
     *File("_arguments.py", ("tests/errors/test_paths.py",)).faults(
         Fault("an empty path passes", "check_path", dropped("not A")),
