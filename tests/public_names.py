@@ -19,9 +19,7 @@ ON_PAGES = [
 OF_PLUGS = tuple(listed for listed in ON_PAGES if listed.startswith("fzero.plugs."))  # whose libraries load for seconds
 OF_FZERO = tuple(listed for listed in ON_PAGES if listed not in OF_PLUGS)
 
-# functions that run within a step, whose errors the step shortens; and `testing`, which shows what it tested
-WITHIN_STEPS = ("axes", "collectives", "parallel.tensor", "parallel.experts", "random", "tree", "testing")
-WITHIN_STEPS_TOO = ("all_finite", "global_norm", "leaf_norms")
+WITHOUT_BOUNDARY = ("tree", "testing")  # short walks, and what shows what it tested
 STRATEGIES = {f"fzero.testing.{name}" for name in ("optimizers", "stages", "trees", "world_sizes")}
 
 
@@ -62,12 +60,11 @@ def without_example(names: Mapping[str, Any]) -> list[str]:
 
 
 def without_boundary(names: Mapping[str, Any]) -> list[str]:
-    """List the functions that lack `@api_boundary`, by which errors end at the user's call: it sets `__wrapped__`."""
+    """List the functions whose errors have no hints: `@api_boundary` and `@call_hints` set `__wrapped__`."""
     return [
         name
         for name, value in names.items()
         if inspect.isfunction(value)
         and not hasattr(value, "__wrapped__")
-        and name.rpartition(".")[0].removeprefix("fzero.") not in WITHIN_STEPS
-        and name.rpartition(".")[2] not in WITHIN_STEPS_TOO
+        and name.rpartition(".")[0].removeprefix("fzero.") not in WITHOUT_BOUNDARY
     ]

@@ -24,7 +24,7 @@ TABLES = {
     if re.search(r"^_ELSEWHERE\b", path.read_text(), re.MULTILINE)
     for name in [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")]
 }
-OF_ARGUMENTS = ("fzero._tracebacks", "fzero.optim.checks._torch_hints")
+OF_ARGUMENTS = ("fzero._call_hints", "fzero.optim.checks._torch_hints")
 STEP = fzero.shard(lambda p, s, x: (p, s), 3, fzero.mesh(dp=2))
 FUNCTIONAL = fzero.nn.functional(torch.nn.Linear(2, 2))
 OBJECTS: dict[str, Any] = {

@@ -22,7 +22,7 @@ FILES = python_files("fzero")
 # From the lowest up: a package, or a file beside the packages, imports only from layers below its own.
 LAYERS = [
     ["_torch", "_notice", "_format", "_registry", "_arguments", "_dtypes"],
-    ["_names"],
+    ["_names", "_call_hints"],
     ["_liveness", "_report"],
     ["_tracebacks"],
     ["_donated"],
@@ -390,7 +390,7 @@ def test_public_names_are_documented():
     names = public_names(OF_FZERO)
     assert not undocumented(names), "begin the docstring with a sentence"
     assert not without_example(names), "add an example that runs"
-    assert not without_boundary(names), "@api_boundary above the function, or @torch_hints above an optimizer's"
+    assert not without_boundary(names), "add @api_boundary, @torch_hints or @call_hints"
 
 
 def test_a_file_is_one_idea():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._call_hints import call_hints
 from fzero._notice import trouble_link
 from fzero._torch import allow_in_graph, storage_id
 from fzero._torch.levels import unwrap
@@ -96,6 +97,7 @@ def _as_replicated(
         raise
 
 
+@call_hints
 def assume_replicated(x: Tree) -> Tree:
     """Declare that a tree of tensors is equal on all ranks, for a reason that fzero cannot see.
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fzero._arguments import is_int
+from fzero._call_hints import call_hints
 from fzero._torch import group_of, is_tracing
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
@@ -110,6 +111,7 @@ def _message_options(name: str, x: torch.Tensor, peer: int, axis: str, tag: int)
     return bound, MessageOptions(peer, 2 * tag, tuple(x.shape), x.dtype)
 
 
+@call_hints
 def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
     """Send a tensor to one rank, which calls `receive`. The sender does not wait, and no other rank takes part.
 
@@ -147,6 +149,7 @@ def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
     return apply(bound.token, "send", bound.binding, options, x)[0]
 
 
+@call_hints
 def receive(
     like: torch.Tensor, source: int, axis: str, *, tag: int = 0, ticket: torch.Tensor | None = None
 ) -> torch.Tensor:

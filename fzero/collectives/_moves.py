@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._call_hints import call_hints
 from fzero._torch import c10d
 from fzero._torch.types import Tensors
 from fzero.axes import AxisName, Binding, axis_size, join_axes, resolve_axes
@@ -125,6 +126,7 @@ add_rows(
 )
 
 
+@call_hints
 def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
     """Split a tensor into n equal parts along `split_dim`, send part r to rank r, and concatenate the received parts.
 
@@ -174,6 +176,7 @@ def _front(first: int, count: int) -> tuple[list[int], list[int]]:
     return list(range(first, first + count)), list(range(count))
 
 
+@call_hints
 def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Send a tensor from rank to rank, as at the boundary of a pipeline stage or in a step of a ring.
 
@@ -210,6 +213,7 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
     return apply_along("ppermute", x, axes, PermutationOptions(tuple([(sender, to) for sender, to in perm])))
 
 
+@call_hints
 def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
     """Send one rank's tensor, or tree of tensors, to all ranks.
 

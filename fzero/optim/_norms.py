@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero._tracebacks import api_boundary
@@ -32,6 +33,7 @@ __all__ = ["clip", "clip_by_block_rms", "clip_by_expert", "clip_by_global_norm",
 _PARTIAL_SUMS = 256  # partial sums per leaf: adding a million float32 squares one after the other would lose digits
 
 
+@call_hints
 def leaf_norms(values: Tree) -> Tree:
     """Return the 2-norm of each leaf of a tree, exact on any layout.
 

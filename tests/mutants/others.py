@@ -19,9 +19,19 @@ MUTANTS = [
     ),
     *File("_tracebacks.py", ("tests/test_tracebacks.py",)).faults(
         Fault(
-            "an error of a policy's constructor has frames of fzero", "api_boundary_of_class", bare("api_boundary(A)")
+            "an error of a policy's constructor has frames of fzero",
+            "api_boundary_of_class",
+            bare("api_boundary(A, documented=B)"),
         ),
-        Fault("another library's argument is answered with the nearest", "_nearest", bare("_WORDS.get(A, B)")),
+    ),
+    *File("_call_hints.py", ("tests/errors/test_calls.py", "tests/test_tracebacks.py")).faults(
+        Fault("another library's argument is answered with the nearest", "_nearest", bare("A or B")),
+        Fault("an error within a function gets the hints of a wrong call", "_failed_at_call", never("A is code")),
+        Fault(
+            "a misspelled name gets no suggestion",
+            "_nearest",
+            becomes("difflib.get_close_matches(A, B, 1)", "difflib.get_close_matches(A, B, 0 + 1, 1.0)"),
+        ),
     ),
     *File("_arguments.py", ("tests/test_arguments.py",)).faults(
         Fault("a bool passes as an int", "is_int", bare("A and B")),

@@ -55,7 +55,7 @@ def checks_gradients(update: Callable[..., Any]) -> Callable[..., Any]:
         return updates, new_state
 
     vars(checked)["checks_gradients"] = True
-    return api_boundary(checked)
+    return api_boundary(checked, f"The arguments are {_ORDER}")
 
 
 def checks_params(init: Callable[..., Any]) -> Callable[..., Any]:

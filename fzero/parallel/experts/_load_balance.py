@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from fzero._call_hints import call_hints
 from fzero.axes import AxisName, tokens_axis
 from fzero.collectives import pmean
 from fzero.parallel.experts._routing import Routing, check_routing, count_choices, describe
@@ -42,6 +43,7 @@ def _shares(routing: Routing) -> torch.Tensor:
     return _count_choices(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
 
 
+@call_hints
 def expert_load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
     """Return each expert's share of all choices, over all ranks.
 
@@ -63,6 +65,7 @@ def expert_load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
     return pmean(_shares(routing).mean(0), axis)
 
 
+@call_hints
 def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch", axis: AxisName = None) -> torch.Tensor:
     """Return E times the sum over experts of (share of the choices) x (mean score): 1 if routing is even.
 
@@ -100,6 +103,7 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
     return routing.probs.shape[-1] * (share * score).sum(-1).mean()
 
 
+@call_hints
 def z_loss(routing: Routing) -> torch.Tensor:
     """Return the mean square of the log-sum-exp of each token's logits; as a loss it keeps logits small.
 
@@ -121,6 +125,7 @@ def z_loss(routing: Routing) -> torch.Tensor:
     return routing.logits.logsumexp(-1).square().mean()
 
 
+@call_hints
 def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> torch.Tensor:
     """Raise the bias of experts below the mean load, and lower that of experts above it: balance without a loss.
 
@@ -158,6 +163,7 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
     return bias + rate * torch.sign(mean.mean() - mean).to(bias.dtype)
 
 
+@call_hints
 def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None) -> dict[str, torch.Tensor]:
     """Return statistics of a layer of experts, over all ranks.
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero._arguments import check_choice
+from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32
 from fzero._torch.levels import may_differ
 from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_index, axis_size, bound_axis
@@ -59,6 +60,7 @@ def _bound(axis: str) -> list[Axis]:
     return [bound_axis(bound) for bound in axis_if_bound(axis)]
 
 
+@call_hints
 def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
     """Bring a replicated value into a layer that is split over an axis.
 
@@ -94,6 +96,7 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     return apply_along("pvary", x, _bound(axis), NoOptions())
 
 
+@call_hints
 def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
     """Sum the ranks' partial results of a layer into one value.
 
@@ -123,6 +126,7 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     return apply_along("psum_invariant", x, _bound(axis), NoOptions())
 
 
+@call_hints
 def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`.
 
@@ -148,6 +152,7 @@ def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch
     return along("own_part_invariant", x, axis, dim)
 
 
+@call_hints
 def all_gather(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `scatter`.
 
@@ -182,6 +187,7 @@ def _check_length(x: torch.Tensor, axis: str, dim: int) -> None:
 # Linear layers and embeddings that are split over an axis.
 
 
+@call_hints
 def column(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -221,6 +227,7 @@ def column(
     return along("all_gather_invariant", y, axis, -1) if gather else y
 
 
+@call_hints
 def row(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, axis: str = "tp", *, sequence: bool = False
 ) -> torch.Tensor:
@@ -263,6 +270,7 @@ def _product(x: torch.Tensor, w: torch.Tensor, dims: int, b: torch.Tensor | None
     return y if b is None else y + b
 
 
+@call_hints
 def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
     """Look tokens up in a table whose rows are split: each rank holds part of the vocabulary.
 
@@ -329,6 +337,7 @@ def check_part(name: str, w: torch.Tensor, axis: str) -> None:
 # Cross entropy of logits whose classes are split over the ranks.
 
 
+@call_hints
 def cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,

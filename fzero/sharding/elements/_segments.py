@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
@@ -86,6 +87,7 @@ def check_on_device(box: Shard, what: str) -> None:
         )
 
 
+@call_hints
 def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 
