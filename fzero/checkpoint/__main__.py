@@ -14,10 +14,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from fzero.checkpoint._differences import differences
 from fzero.checkpoint._error import CheckpointError
+from fzero.checkpoint._export_file import export
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete, step_name, step_numbers
-from fzero.checkpoint._inspect import differences, export, verify
+from fzero.checkpoint._inspect import verify
 from fzero.checkpoint.layout import MANIFEST, Manifest
 
 __all__ = ["main"]

@@ -16,8 +16,8 @@ from fzero.graph.planning._clocks import LIMITS, Interval
 from fzero.graph.planning._collective_seconds import transfer_seconds
 from fzero.graph.planning._cost import product_seconds
 from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._live_ranges import KINDS
 from fzero.graph.planning._plan import Plan, PlanSettings
+from fzero.graph.planning._storage_kinds import KINDS
 from fzero.graph.planning._views import phase_spans, short_path
 from fzero.graph.run._clock import TimedOperation, record_operations
 from fzero.graph.trace._writes import other_memory, refuse_writes_into

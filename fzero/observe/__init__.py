@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
 from fzero.observe._lines import LineCost, Span, StackCost
-from fzero.observe._metrics import MetricsLog, Rows, jsonl, log, progress, tensorboard
+from fzero.observe._metrics import MetricsLog, Rows, log
 from fzero.observe._nonfinite import Nonfinite, Origin, nonfinite
 from fzero.observe._profile import Cost, Profile, profile
+from fzero.observe._writers import jsonl, progress, tensorboard
 
 __all__ = [
     "Cost",

@@ -3,14 +3,14 @@
 The algorithm has five parts:
 
 1. A call of the block becomes a function of distinct tensors; its arguments hold indices in place of tensors
-   (`_remat_call`).
+   (`_block_call`).
 2. One autograd Function runs the call below all transforms of torch.func, where nothing is tracked or kept alive.
    Guards refuse tensors that the block captures or stores elsewhere, since their gradients would be lost
    (`_remat_guards`).
 3. This first run records the results of random draws and of selected operations (`_remat_tape`). They become outputs
    of the Function, and inputs of its backward pass.
-4. A derivative is a `_Computation`: the call, and the steps that derive it (`_remat_call`). A step is a vjp, a jvp or a
-   map over a batch. The computation runs the block again inside these transforms, and replays the recording.
+4. A derivative is a `_Computation`: the call, and the steps that derive it (`_derivation_steps`). A step is a vjp, a
+   jvp or a map over a batch. The computation runs the block again inside these transforms, and replays the recording.
 5. The backward pass, the jvp and the vmap rule of the Function apply the same Function to the computation that they
    derive. So every order of differentiation saves only inputs, with `save="host"` in host memory.
 """
@@ -28,19 +28,9 @@ from fzero._torch.types import Tensors
 from fzero._tracebacks import api_boundary
 from fzero.collectives import to_device, to_host
 from fzero.random import call_with_key, next_key
-from fzero.transforms._remat_call import (
-    BatchFlags,
-    BlockCall,
-    IndexedTree,
-    Jvp,
-    Map,
-    Step,
-    TupleFunction,
-    Vjp,
-    flatten_call,
-    gather_and_call,
-    within_vjp,
-)
+from fzero.transforms._block_call import BlockCall, flatten_call, gather_and_call
+from fzero.transforms._derivation_steps import BatchFlags, Jvp, Map, Step, TupleFunction, Vjp, within_vjp
+from fzero.transforms._indexed_tree import IndexedTree
 from fzero.transforms._remat_guards import Guard
 from fzero.transforms._remat_tape import OperationLog, RandomTape, SaveFilter, TapeReplayer, is_matmul
 

@@ -8,7 +8,8 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint._inspect import differences, export
+from fzero.checkpoint._differences import differences
+from fzero.checkpoint._export_file import export
 from fzero.sharding._boxes import PerRank
 from tests.checkpoint.states import Layout, sharded, state_in
 from tests.helpers import ALL_STAGES

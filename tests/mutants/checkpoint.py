@@ -271,7 +271,7 @@ MUTANTS = [
         Fault("a device is read for ever", "LocalFolder._open", always("stat.S_ISREG(A)")),
     ),
     *File("checkpoint/_inspect.py", FUZZ).faults(
-        Fault("a manifest may say that a leaf is empty", "_fill_leaf", never("not A.B()")),
+        Fault("a manifest may say that a leaf is empty", "fill_leaf", never("not A.B()")),
     ),
     *File("checkpoint/_inspect.py", INPUT).faults(
         Fault(
@@ -279,6 +279,8 @@ MUTANTS = [
             "read",
             becomes("A in B.values", "A == name and A in B.values"),
         ),
+    ),
+    *File("checkpoint/_export_file.py", INPUT).faults(
         Fault("an export may overwrite the manifest", "export", skipped("A(files, B)")),
     ),
     *File("checkpoint/layout/_ranges.py", LAWS).faults(
@@ -324,7 +326,7 @@ MUTANTS = [
             becomes("A(B, C.encode(), D)", "print(B, C.encode(), D)"),
         ),
     ),
-    *File("checkpoint/dcp.py", ON_GLOO).faults(
+    *File("checkpoint/dcp/_save_load.py", ON_GLOO).faults(
         Fault(
             "ranks may read different names of DCP",
             "load",

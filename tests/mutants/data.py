@@ -98,6 +98,8 @@ MUTANTS = [
             "MetricsLog._report_nonfinite",
             becomes("A not in self._reported", "not self._reported"),
         ),
+    ),
+    *File("observe/_writers.py", METRICS).faults(
         Fault("a resumed log repeats lines", "_lines_before", always("A < B")),
         Fault(
             "TensorBoard shows the lines of a run before and after it resumes",

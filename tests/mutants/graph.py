@@ -87,6 +87,53 @@ MUTANTS = [
         ),
     ),
     *File("graph/planning/_live_ranges.py", WORKSPACE).faults(
+        Fault("operands of other iterations take no memory", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
+        Fault(
+            "what an iteration leaves behind is counted twice", "_unlabeled_ranges", skipped("A[B] += 1"), SLOW_ON_GLOO
+        ),
+        Fault(
+            "an iteration's unfinished reductions end with the iteration",
+            "_completions",
+            never("A.op == 'output'"),
+            CARRY,
+        ),
+        Fault(
+            "the input of a collective is freed before it completes",
+            "_last_uses",
+            skipped("A += [] if B(C) else D.E(F(C))"),
+            LIVE_RANGES,
+        ),
+        Fault("a kernel's workspace is not in the peak", "_unlabeled_ranges", returns("ranges"), OVERWRITE),
+        Fault("a loop's iterations take no memory", "_extra_ranges", becomes("A(loop)", "0"), LOOP_PLANS),
+    ),
+    *File("graph/planning/_storage_kinds.py", WORKSPACE).faults(
+        Fault(
+            "sums of gradients are listed as activations",
+            "storage_kinds",
+            bare("A or B in C or any(D in C for D in E)"),
+            LOOP_PLANS,
+        ),
+    ),
+    *File("graph/planning/_workspaces.py", WORKSPACE).faults(
+        Fault(
+            "the workspace of a reduction's cast is not counted",
+            "_cast_bytes",
+            returns("0 and x.numel() * dtype.itemsize"),
+        ),
+        Fault("the workspace of a promoted operand is not counted", "_promoted_bytes", never("A.dtype is not B")),
+        Fault("an operation inside a compiled segment counts a copy", "workspace_bytes", never("A in B.meta")),
+        Fault("the cast of a half-precision mean is not counted", "_cast_bytes", constant(2, 1)),
+        Fault(
+            "a GPU's workspace is counted like a CPU's",
+            "workspace_bytes",
+            (
+                becomes("not A or B", "not A or not A"),
+                elsewhere("_promoted_bytes", becomes("any(A for B in operands)", "not operands")),
+            ),
+        ),
+        Fault("the copy of a convolution's operand is not counted", "workspace_bytes", returns("0", at="4 of 6")),
+    ),
+    *File("graph/planning/_fused_values.py", WORKSPACE).faults(
         Fault(
             "a value that another loop reads counts as not stored",
             "unstored_values",
@@ -105,47 +152,6 @@ MUTANTS = [
             becomes("not A(B) and not C(B)", "0"),
             FUSED,
         ),
-        Fault(
-            "the workspace of a reduction's cast is not counted",
-            "_cast_bytes",
-            returns("0 and x.numel() * dtype.itemsize"),
-        ),
-        Fault("the workspace of a promoted operand is not counted", "_promoted_bytes", never("A.dtype is not B")),
-        Fault("an operation inside a compiled segment counts a copy", "_workspace_bytes", never("A in B.meta")),
-        Fault("the cast of a half-precision mean is not counted", "_cast_bytes", constant(2, 1)),
-        Fault(
-            "a GPU's workspace is counted like a CPU's",
-            "_workspace_bytes",
-            (
-                becomes("not A or B", "not A or not A"),
-                elsewhere("_promoted_bytes", becomes("any(A for B in operands)", "not operands")),
-            ),
-        ),
-        Fault("the copy of a convolution's operand is not counted", "_workspace_bytes", returns("0", at="4 of 6")),
-        Fault("operands of other iterations take no memory", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
-        Fault(
-            "what an iteration leaves behind is counted twice", "_unlabeled_ranges", skipped("A[B] += 1"), SLOW_ON_GLOO
-        ),
-        Fault(
-            "an iteration's unfinished reductions end with the iteration",
-            "_completions",
-            never("A.op == 'output'"),
-            CARRY,
-        ),
-        Fault(
-            "sums of gradients are listed as activations",
-            "_kinds",
-            bare("A or B in C or any(D in C for D in E)"),
-            LOOP_PLANS,
-        ),
-        Fault(
-            "the input of a collective is freed before it completes",
-            "_last_uses",
-            skipped("A += [] if B(C) else D.E(F(C))"),
-            LIVE_RANGES,
-        ),
-        Fault("a kernel's workspace is not in the peak", "_unlabeled_ranges", returns("ranges"), OVERWRITE),
-        Fault("a loop's iterations take no memory", "_extra_ranges", becomes("A(loop)", "0"), LOOP_PLANS),
     ),
     *File("graph/_pass_manager.py", PASS_MANAGER).faults(
         Fault(

@@ -275,14 +275,16 @@ MUTANTS = [
         Fault("remat's offload moves 0-d values to the host", "_offload", dropped("A[B].dim()")),
         Fault("remat's offload copies without autograd", "_offload", becomes("torch.enable_grad", "torch.no_grad")),
     ),
-    *File("transforms/_remat_call.py", REMAT).faults(
+    *File("transforms/_block_call.py", REMAT).faults(
+        Fault("remat's offload moves boxes to the host", "BlockCall.offload_indices", bare("A - self.arguments.B()")),
+    ),
+    *File("transforms/_indexed_tree.py", REMAT).faults(
         Fault(
             "a block whose only box is a Slot counts as without boxes",
             "IndexedTree.has_boxes",
             bare("A | B"),
             REMAT_SHARDED,
         ),
-        Fault("remat's offload moves boxes to the host", "BlockCall.offload_indices", bare("A - self.arguments.B()")),
     ),
     *File("graph/passes/_host_copies.py", REMAT_MEMORY).faults(
         Fault("gathered parameters are kept on the host", "keep_on_host", negated("all(A.target is B for A in C)")),

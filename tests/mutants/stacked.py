@@ -94,8 +94,12 @@ MUTANTS = [
             "a saved None counts as a leaf that `like` must have", "_check_leaves", always("not A(B.values.get(C, 0))")
         ),
     ),
-    *File("checkpoint/dcp.py", CHECKPOINT).faults(
-        Fault("the keys of DCP are those of the rank's slots", "_of_item", becomes("A.B", "keys[at]", at="3 of 3")),
+    *File("checkpoint/dcp/_leaf_names.py", CHECKPOINT).faults(
+        Fault(
+            "the keys of DCP are those of the rank's slots",
+            "_keys_in_full_list",
+            becomes("A.B", "keys[at]", at="3 of 3"),
+        ),
     ),
     *File("nn/_module_pipeline.py", NN).faults(
         Fault("a pipeline's parameter keeps its path", "ModulePipeline.name.name", returns("path")),

@@ -154,9 +154,7 @@ MUTANTS = [
             becomes("[A for A, B in C if B]", "[A for A, B in C if B][:1]"),
         ),
     ),
-    *File("transforms/_remat_call.py", REMAT).faults(
-        Fault("remat drops the origin", "_indices_of", always("A.B is None"), REMAT_SHARDED),
-        Fault("remat maps values that no vmap batches", "Map.of.one", becomes("A(y)", "True"), REMAT_SHARDED),
+    *File("transforms/_block_call.py", REMAT).faults(
         Fault("remat forgets autocast", "BlockCall.run", becomes("with self.autocast.A(): ...", "if True: ...")),
         Fault(
             "a remat block sees micro-batch 0 only",
@@ -164,6 +162,12 @@ MUTANTS = [
             becomes("A.B(axes=C)", "A.B(micro_batch=0, axes=C)"),
             REMAT_DRAWS,
         ),
+    ),
+    *File("transforms/_derivation_steps.py", REMAT).faults(
+        Fault("remat maps values that no vmap batches", "Map.of.one", becomes("A(y)", "True"), REMAT_SHARDED),
+    ),
+    *File("transforms/_indexed_tree.py", REMAT).faults(
+        Fault("remat drops the origin", "_indices_of", always("A.B is None"), REMAT_SHARDED),
     ),
     *File("transforms/_remat_guards.py", ("tests/transforms/test_remat_guards.py",)).faults(
         Fault("remat does not detect captured tensors", "Guard.__torch_function__", never("A(B)", at="1 of 3")),

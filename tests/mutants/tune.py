@@ -53,6 +53,22 @@ MUTANTS = [
         ),
     ),
     *File("tuning/search/_search.py", TUNE).faults(
+        Fault("a configuration that fits is skipped", "is_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
+        Fault("configurations that cannot fit are planned", "is_surely_too_large", returns("False")),
+        Fault("no row is planned in full", "refine", becomes("not A.B", "False")),
+        Fault(
+            "a row whose extrapolation nearly fits is refused",
+            "_deciding_rows",
+            becomes("[*A, *B]", "A", at="1 of 2"),
+            EXTRAPOLATION,
+        ),
+    ),
+    *File("tuning/search/_configuration_planner.py", TUNE).faults(
+        Fault("the schedule of few blocks is used for many", "_FewerBlocks.extrapolate", never("replans")),
+        Fault("the first rank is the fullest", "_fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
+        Fault("a step on a mesh of another size is planned", "_check_mesh", never("expected"), PARALLELISM),
+    ),
+    *File("tuning/search/_plan_workers.py", TUNE).faults(
         Fault(
             "a pool of processes is used although a fork cannot differentiate",
             "_processes",
@@ -65,18 +81,6 @@ MUTANTS = [
             never("A is not None"),
             ("tests/tuning/search/test_search.py",),
         ),
-        Fault("a configuration that fits is skipped", "is_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
-        Fault("configurations that cannot fit are planned", "is_surely_too_large", returns("False")),
-        Fault("the schedule of few blocks is used for many", "_FewerBlocks.extrapolate", never("replans")),
-        Fault("no row is planned in full", "refine", becomes("not A.B", "False")),
-        Fault(
-            "a row whose extrapolation nearly fits is refused",
-            "_deciding_rows",
-            becomes("[*A, *B]", "A", at="1 of 2"),
-            EXTRAPOLATION,
-        ),
-        Fault("the first rank is the fullest", "_fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
-        Fault("a step on a mesh of another size is planned", "_check_mesh", never("expected"), PARALLELISM),
     ),
     *File("tuning/search/_extrapolation.py", EXTRAPOLATION).faults(
         Fault(

@@ -18,8 +18,8 @@ from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search_space import TuneOptions, make_search_space
 from fzero.tuning.models import PRESETS
 from fzero.tuning.models._steps import _matrices
+from fzero.tuning.search._configuration_planner import ConfigurationPlanner, _fullest_of
 from fzero.tuning.search._extrapolation import depths_of
-from fzero.tuning.search._search import ConfigurationPlanner, _fullest_of
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step

@@ -27,8 +27,8 @@ from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.planning._collective_seconds import collective_seconds, message_seconds
 from fzero.graph.planning._cost import Work, work_of
+from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction, unstored_values
 from fzero.graph.planning._hardware import HARDWARE, Hardware
-from fzero.graph.planning._live_ranges import is_pointwise_kernel, is_tensor_reduction, unstored_values
 
 __all__ = ["LIMITS", "Interval", "estimate_seconds", "seconds_by_bound", "timeline"]
 

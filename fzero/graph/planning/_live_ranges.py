@@ -4,8 +4,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,161 +12,44 @@ from torch.fx import Graph, Node
 
 from fzero._torch import line_of
 from fzero.graph.ir import (
-    CASTS,
-    COMPILED,
-    COPY,
-    FUSED,
     Storages,
-    aten,
     collective_kind,
     collective_of,
     full_bytes,
     is_carried,
-    is_cheap,
     is_collective,
-    is_factory,
-    is_gather,
     is_input,
-    is_linear,
-    is_pointwise,
     is_reduce_collective,
     is_view,
     is_wait,
-    name_of,
     nbytes,
     source_of_wait,
     stand_ins_of,
-    stand_ins_of_args,
     storages,
     storages_in,
-    users_through_views,
 )
 from fzero.graph.loop._loop_memory import peak_by_region
 from fzero.graph.loop._scan import Loop, loop_of
 from fzero.graph.loop._split import region_positions
-from fzero.graph.planning._subgraphs import split_into_subgraphs
+from fzero.graph.planning._fused_values import unstored_values
+from fzero.graph.planning._storage_kinds import storage_kinds
+from fzero.graph.planning._workspaces import workspace_bytes
 
 __all__ = [
     "ITERATION",
-    "KINDS",
     "Range",
     "device_live_bytes",
-    "is_pointwise_kernel",
-    "is_tensor_reduction",
     "iteration_peak_bytes",
     "iteration_ranges",
     "live_bytes",
     "live_ranges",
     "peak_bytes",
     "record_peak",
-    "unstored_values",
 ]
-
-# Fused values: a compiler computes them within the kernel that reads them, and never stores them.
-
-
-_TENSOR_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any", "all"}
-
-
-def is_pointwise_kernel(node: Node) -> bool:
-    """Return whether a compiler makes a pointwise kernel of a node: it computes one tensor, element by element."""
-    by_element = is_pointwise(node) or is_factory(node) or node.target is COPY or node.target in CASTS
-    return node.op == "call_function" and by_element and len(stand_ins_of(node)) == 1
-
-
-def is_tensor_reduction(node: Node) -> bool:
-    """Return whether a node reduces a tensor, as by a sum."""
-    return name_of(node) in _TENSOR_REDUCTIONS
-
-
-def unstored_values(
-    order: Sequence[Node], scalars: Set[Node] | None = None, host: Set[Node] | None = None
-) -> set[Node]:
-    """Return the values that `mark_fused` marked and that take no memory in an order.
-
-    All readers of such a value are compiled with it, and only pointwise kernels stand between. If a reduction or a
-    matrix product stands between a value and a reader, the value is stored.
-
-    Args:
-        order: the nodes of a graph, in an order in which they can run.
-        scalars: the graph's scalars; computed if None.
-        host: the values that lie in host memory; found if None.
-    """
-    if not any(FUSED in n.meta for n in order):
-        return set()
-    unstored: set[Node] = set()
-    for subgraph in split_into_subgraphs(order, scalars, host):
-        kernel_id: dict[Node, int] = {}  # kernels that a compiler may fuse have equal numbers
-        count = 0
-        for n in subgraph:
-            count += not is_pointwise_kernel(n) and not is_tensor_reduction(n)
-            kernel_id[n] = count
-            count += is_tensor_reduction(n)
-        unstored |= {
-            n
-            for n in subgraph
-            if FUSED in n.meta and all(kernel_id.get(u) == kernel_id[n] for u in users_through_views(n))
-        }
-    return unstored
-
-
-# Workspaces: memory that kernels allocate while they run, as far as it is known.
-#
-# These reductions first copy an operand into the dtype in which they compute, if it has another.
-_CASTING = {
-    aten.mean,
-    aten.sum,
-    aten.nansum,
-    aten.prod,
-    aten.cumsum,
-    aten.cumprod,
-    aten.linalg_vector_norm,
-}
-_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
-
-
-def _workspace_bytes(node: Node) -> int:
-    """Return the bytes that an operation allocates besides its results; 0 if they are not known.
-
-    They are known for three kinds of operation on a CPU: convolutions, reductions in another dtype than the operand's,
-    and uncompiled elementwise operations on several dtypes. Measured on torch 2.13; docs/plan.md lists the rest.
-    """
-    if is_pointwise(node):
-        return 0 if COMPILED in node.meta else _promoted_bytes(node)
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in _CASTING and packet not in _CONVOLUTIONS:
-        return 0
-    operands = stand_ins_of_args(node)
-    if not operands or any(x.device.type != "cpu" for x in operands):
-        return 0
-    if node.target is aten.convolution.default:
-        return max(nbytes(*operands[:2]), nbytes(*stand_ins_of(node)))
-    if node.target is aten.convolution_backward.default:
-        grad, x, _ = operands[:3]
-        mask: Any = node.args[-1]
-        return nbytes(grad) + (nbytes(x) if mask[0] else 0)
-    return _cast_bytes(packet, operands[0], stand_ins_of(node)[0].dtype) if packet in _CASTING else 0
-
-
-def _promoted_bytes(node: Node) -> int:
-    """Return the bytes of the copies of an operation's narrower operands in the promoted dtype."""
-    operands = [x for x in stand_ins_of_args(node) if x.is_floating_point() and x.dim()]
-    if len({x.dtype for x in operands}) < 2 or any(x.device.type != "cpu" for x in operands):
-        return 0
-    wide = reduce(torch.promote_types, [x.dtype for x in operands])
-    return sum([x.numel() * wide.itemsize for x in operands if x.dtype is not wide])
-
-
-def _cast_bytes(packet: Any, x: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the bytes of a reduction's operand in the dtype of the sum; 0 if the operand has this dtype."""
-    if packet is aten.mean and dtype.itemsize == 2:
-        dtype = torch.float32
-    return 0 if dtype is x.dtype else x.numel() * dtype.itemsize
 
 
 ITERATION = "one iteration of the loop"  # the label of the range that stands for a loop's body
 _IN_FLIGHT = "other micro-batches in flight"
-KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
 
 
 class Range(NamedTuple):
@@ -197,7 +79,7 @@ def live_ranges(graph: Graph) -> list[Range]:
     The executor "fx" frees them so. A collective keeps its operands until its wait. Arguments belong to the caller and
     are alive throughout.
     """
-    memory, kinds = storages(graph), _kinds(graph)
+    memory, kinds = storages(graph), storage_kinds(graph)
     unlabeled = _unlabeled_ranges(list(graph.nodes), memory)
     leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in memory.indices[n]])
     labeled = [
@@ -279,7 +161,7 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
     for node, i in position.items():
         if loop := loop_of(node):
             ranges.append(Range(start=i, stop=i, bytes=iteration_peak_bytes(loop), kind="activations", label=ITERATION))
-        if extra := _workspace_bytes(node):
+        if extra := workspace_bytes(node):
             ranges.append(Range(start=i, stop=i, bytes=extra, kind="buffers", label=f"workspace of {node.target}"))
         if node in repeated_waits:
             continue
@@ -426,40 +308,3 @@ def _argument(node: Node, count: int) -> str:
 
 def _label(node: Node) -> str:
     return node.meta.get("unit", "") or line_of(node) or str(node.target)
-
-
-def _kinds(graph: Graph) -> dict[Node, str]:
-    """Return the kind of each node's value, from how the node is connected to collectives and to work."""
-    kinds: dict[Node, str] = {}
-    nodes = [n for n in graph.nodes if n.op == "call_function"]
-    after_reduce: set[Node] = set()  # all nodes that depend on a collective that reduces
-    for n in nodes:
-        if is_reduce_collective(n) or any(a in after_reduce for a in n.all_input_nodes):
-            after_reduce.add(n)
-    feeds_work: set[Node] = set()
-    for n in reversed(nodes):
-        if not is_cheap(n) or n in feeds_work:
-            feeds_work.update(n.all_input_nodes)
-    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
-    for n in reversed(nodes):
-        users = list(n.users)
-        if is_gather(n):
-            kinds[n] = "gathered"
-        elif is_reduce_collective(n) or n in sums or any(u in sums for u in users):
-            kinds[n] = "gradients"
-        elif n in after_reduce and n not in feeds_work:
-            kinds[n] = "buffers"
-        elif users and all(is_reduce_collective(u) for u in users_through_views(n)):
-            kinds[n] = "packed"
-        elif (
-            users and n not in feeds_work and all(kinds.get(u) == "packed" or _keeps_gradients(u, kinds) for u in users)
-        ):
-            kinds[n] = "gradients"
-        else:
-            kinds[n] = "buffers" if n.target is COPY else "activations"
-    return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
-
-
-def _keeps_gradients(user: Node, kinds: dict[Node, str]) -> bool:
-    """Return whether a user of gradients is linear and returns gradients: it scales, sums or reshapes them."""
-    return is_linear(user) and kinds.get(user) == "gradients"

@@ -33,8 +33,9 @@ from fzero.graph.planning._caching_allocator import AllocatorPeaks, simulate_all
 from fzero.graph.planning._clocks import estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._collective_units import infer_units
 from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._live_ranges import ITERATION, KINDS, Range, iteration_ranges, live_bytes, live_ranges
+from fzero.graph.planning._live_ranges import ITERATION, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
+from fzero.graph.planning._storage_kinds import KINDS
 
 __all__ = ["Plan", "PlanSettings", "Rejected", "make_plan"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from fzero._format import format_bytes
 from fzero._report import new_figure
 from fzero.graph.ir import METRIC
-from fzero.graph.planning._live_ranges import KINDS
 from fzero.graph.planning._phases import PHASES
+from fzero.graph.planning._storage_kinds import KINDS
 
 if TYPE_CHECKING:
     from fzero.graph.planning._plan import Plan

@@ -1,15 +1,10 @@
 """The search of a space of configurations: plans on several processes, from few blocks, the best ones first."""
 
 from fzero.tuning.search._best_first import Unplanned, search_by_bounds
-from fzero.tuning.search._search import (
-    ConfigurationPlanner,
-    PlanCache,
-    Skipped,
-    open_pool,
-    refine,
-    search_rows,
-    sort_results,
-)
+from fzero.tuning.search._configuration_planner import ConfigurationPlanner
+from fzero.tuning.search._plan_workers import open_pool
+from fzero.tuning.search._row_cache import PlanCache
+from fzero.tuning.search._search import Skipped, refine, search_rows, sort_results
 
 __all__ = [
     "ConfigurationPlanner",

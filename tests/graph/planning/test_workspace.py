@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.graph.ir import COMPILED, nbytes, stand_ins_of
-from fzero.graph.planning._live_ranges import _workspace_bytes
+from fzero.graph.planning._workspaces import workspace_bytes
 from tests.memory import peak_bytes
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -44,17 +44,17 @@ def test_the_planned_workspace_is_the_one_that_the_allocator_holds(name):
     kernel(x)
     outputs = []
     measured = peak_bytes(lambda: outputs.append(kernel(x))) - nbytes(*stand_ins_of(nodes[-1]))
-    assert abs(measured - sum(map(_workspace_bytes, nodes))) < 1024, measured
+    assert abs(measured - sum(map(workspace_bytes, nodes))) < 1024, measured
 
 
 def test_compiled_kernels_need_no_workspace():
     (node,) = [n for n in make_fx(lambda x: x + WIDE)(WIDE.to(BF16)).graph.nodes if n.op == "call_function"]
-    assert _workspace_bytes(node) == 4 * 128 * 128
+    assert workspace_bytes(node) == 4 * 128 * 128
     node.meta[COMPILED] = True
-    assert _workspace_bytes(node) == 0
+    assert workspace_bytes(node) == 0
 
 
 def test_a_plan_for_a_gpu_counts_no_workspace_of_cpu_kernels():
     x = torch.zeros(2, 2, dtype=BF16, device="meta")
     node = next(n for n in make_fx(lambda x: x.mean())(x).graph.nodes if n.op == "call_function")
-    assert _workspace_bytes(node) == 0
+    assert workspace_bytes(node) == 0

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from fzero.tuning import H100, Configuration, TableRow
 from fzero.tuning._row import PlanSummary, ScheduleCost
 from fzero.tuning.models import ModelShape, ModelStep
+from fzero.tuning.search._configuration_planner import ConfigurationPlanner
 from fzero.tuning.search._extrapolation import extrapolate_line
-from fzero.tuning.search._search import _NEAR, ConfigurationPlanner, refine
+from fzero.tuning.search._search import _NEAR, refine
 from tests.helpers import examples
 
 SETTINGS = (("prefetch", 0),)

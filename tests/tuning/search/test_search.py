@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
-from fzero.tuning.search import _search, search_rows, sort_results
+from fzero.tuning.search import _plan_workers, _row_cache, _search, search_rows, sort_results
 from tests.helpers import examples
 from tests.tuning.spaces import planned
 
@@ -97,25 +97,25 @@ def without_threads() -> None:
 
 def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, caplog):
     """After a backward pass on a build of torch for GPUs, autograd's threads are lost in the fork."""
-    monkeypatch.setattr(_search, "_differentiate", without_threads)
-    with _search.open_pool(3, lambda value: (value, os.getpid())) as start:
+    monkeypatch.setattr(_plan_workers, "_differentiate", without_threads)
+    with _plan_workers.open_pool(3, lambda value: (value, os.getpid())) as start:
         assert [start(i).result() for i in range(4)] == [(i, os.getpid()) for i in range(4)]
     assert "workers=3: this process has computed gradients" in caplog.text
     monkeypatch.undo()
-    if not _search._can_fork():  # a build of torch for GPUs, and this process has computed gradients
+    if not _plan_workers._can_fork():  # a build of torch for GPUs, and this process has computed gradients
         return
-    with _search.open_pool(2, lambda value: (value, os.getpid())) as start:
+    with _plan_workers.open_pool(2, lambda value: (value, os.getpid())) as start:
         value, process = start(5).result()
     assert value == 5 and process != os.getpid()
 
 
 def test_a_cached_result_needs_no_process(monkeypatch):
-    monkeypatch.setattr(_search, "_differentiate", without_threads)  # a process would say so
+    monkeypatch.setattr(_plan_workers, "_differentiate", without_threads)  # a process would say so
     run = {1: "run"}.__getitem__
-    with _search.open_pool(1, run, {2: "known"}.get) as start:
+    with _plan_workers.open_pool(1, run, {2: "known"}.get) as start:
         assert [start(i).result() for i in (2, 1, 2)] == ["known", "run", "known"]
-    monkeypatch.setattr(_search, "_processes", None)
-    with _search.open_pool(3, run, {2: "known"}.get) as start:
+    monkeypatch.setattr(_plan_workers, "_processes", None)
+    with _plan_workers.open_pool(3, run, {2: "known"}.get) as start:
         assert start(2).result() == "known"
 
 
@@ -123,14 +123,14 @@ def test_a_cached_result_needs_no_process(monkeypatch):
 def test_a_second_table_starts_no_process(monkeypatch, cache):
     make_step = Counted()
     table, _ = tuned(make_step)
-    monkeypatch.setattr(_search, "_processes", None)
+    monkeypatch.setattr(_plan_workers, "_processes", None)
     again, made = tuned(make_step, workers=2)
     assert again == table and not made
 
 
 def test_whether_a_fork_can_differentiate_does_not_depend_on_the_grad_mode():
     with torch.no_grad():
-        _search._differentiate()
+        _plan_workers._differentiate()
 
 
 def test_an_error_in_a_worker_ends_the_search():
@@ -193,7 +193,7 @@ def test_a_cached_row_is_planned_anew_when_its_inputs_change(what, monkeypatch, 
     elif what == "the configuration":
         asked["precision"] = ("float32",)
     elif what == "the code of fzero":
-        monkeypatch.setattr(_search, "_source", lambda: "changed")
+        monkeypatch.setattr(_row_cache, "_source", lambda: "changed")
     elif what == "torch":
         monkeypatch.setattr("torch.version.__version__", "9.0")
     else:
@@ -226,4 +226,5 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
 
 
 def test_the_code_of_fzero_is_part_of_the_key():
-    assert len(_search._source()) == 64 and _search.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
+    assert len(_row_cache._source()) == 64
+    assert _row_cache.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"

@@ -1,0 +1,114 @@
+"""The names in DCP of a tree's leaves, and of the parts of its other values."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fzero import tree
+from fzero._arguments import check_callable
+from fzero._torch import pytree
+from fzero.checkpoint.layout import LeafSource, TreeLayout, is_entry
+
+__all__ = ["KeyPath", "NameMap", "flatten_value", "keys_at", "keys_of", "names_of", "nest_values", "stored_names"]
+
+
+NameMap = Callable[[str], str]
+KeyPath = tuple[str | int, ...]
+
+
+def keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, KeyPath]:
+    """Return the keys that lead to each leaf of a tree, by its path. DCP rebuilds the tree from them."""
+    try:
+        pairs, _ = pytree.tree_flatten_with_path(values, is_entry)
+    except ValueError:  # the user registered a pytree node without names for its children
+        return {}
+    paths, _, _ = tree.flatten_with_paths(values, is_entry)
+    keys_by_path = {path: tuple(map(_key_of, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    return {path: _keys_in_full_list(keys_by_path[source.path], source) for path, source in sources.items()}
+
+
+def _keys_in_full_list(keys: KeyPath, source: LeafSource) -> KeyPath:
+    """Return the keys that lead to a leaf in the full list, given its keys in a stacked list."""
+    at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == source.list), None)
+    return keys if at is None else (*keys[:at], source.item_index, *keys[at + 1 :])
+
+
+def _key_of(key: Any) -> str | int:
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
+
+
+def names_of(layout: TreeLayout, name: NameMap | None) -> dict[str, str]:
+    """Return the name of each leaf and value, by path.
+
+    Raises:
+        ValueError: if two of them have one name.
+    """
+    if name is not None:
+        check_callable("name", name, "a function from a leaf's path to its name in the checkpoint")
+    names = {path: path if name is None else name(path) for path in [*layout.leaf_index, *layout.values]}
+    used = [(names[path], path) for path in layout.leaf_index]
+    used += [
+        (part, path) for path, value in layout.values.items() for part, _, _ in flatten_value(names[path], (), value)
+    ]
+    first: dict[str, str] = {}
+    for n, path in used:
+        if n in first:
+            raise ValueError(f"leaves {first[n]!r} and {path!r} have one name, {n!r}: expected a name for each")
+        first[n] = path
+    return names
+
+
+def flatten_value(name: str, keys: KeyPath, value: Any) -> Iterator[tuple[str, KeyPath, Any]]:
+    """List the parts of a JSON value that DCP names: the items of dicts, and of lists that hold dicts."""
+    parts: Sequence[tuple[str | int, Any]] = []
+    if isinstance(value, dict):
+        parts = list(value.items())
+    elif _holds_dicts(value):
+        parts = list(enumerate(value))
+    if not parts:
+        yield name, keys, value
+    for key, part in parts:
+        yield from flatten_value(f"{name}.{key}" if name else str(key), (*keys, key), part)
+
+
+def _holds_dicts(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(x, dict) or _holds_dicts(x) for x in value)
+
+
+def nest_values(parts: dict[KeyPath, Any]) -> Any:
+    """Build a value from its parts: the inverse of `flatten_value`."""
+    if () in parts:
+        return parts[()]
+    below: dict[str | int, dict[KeyPath, Any]] = {}
+    for keys, x in parts.items():
+        below.setdefault(keys[0], {})[keys[1:]] = x
+    values = {key: nest_values(below[key]) for key in below}
+    return [values[i] for i in sorted(values, key=int)] if all(isinstance(key, int) for key in values) else values
+
+
+def stored_names(name: str, metadata: Metadata) -> dict[str, KeyPath]:
+    """List the names under which a checkpoint stores a value or its parts, with the keys that lead to each part."""
+    entries = metadata.state_dict_metadata
+    if name in entries:
+        return {name: ()}
+    parts: dict[str, KeyPath] = {}
+    start = f"{name}." if name else ""
+    for part in entries:
+        if part.startswith(start):
+            keys = all_keys.get(part) if isinstance(all_keys := metadata.planner_data, dict) else None
+            if not isinstance(keys, tuple) or ".".join(map(str, keys)) != part:  # a foreign planner's, or damaged
+                keys = ()
+            depths = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
+            parts[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
+    return parts
+
+
+def keys_at(path: str, name: str, keys: dict[str, KeyPath]) -> KeyPath:
+    """Return the keys that lead to a leaf in the nested dict that DCP builds. The first key is a string."""
+    if name != path:
+        return (name,)
+    first, *rest = keys.get(path) or (path,)
+    return (str(first), *rest)

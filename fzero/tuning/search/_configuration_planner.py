@@ -1,0 +1,186 @@
+"""A configuration is planned as it is, or extrapolated from models of fewer blocks.
+
+A pipeline is planned on each rank that may be the fullest.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from fzero.graph import Plan, PlanSettings, StepOfRank, pause_collector
+from fzero.parallel.schedules import schedule
+from fzero.ranks import Mesh
+from fzero.tuning._row import MakeStep, PlanSummary, StepArgs, TableRow, make_row, step_at, step_on, summarize
+from fzero.tuning._search_space import Configuration
+from fzero.tuning.machines import Machine
+from fzero.tuning.search._extrapolation import depths_of, extrapolate, extrapolate_line
+from fzero.tuning.search._row_cache import PlanCache
+
+__all__ = ["ConfigurationPlanner"]
+
+
+_StepsOfRanks = Mapping[int, StepOfRank]  # by rank, as the summaries
+_PlanSummaries = Mapping[int, PlanSummary]  # by rank along the pipeline; by 0 without a pipeline
+
+
+@dataclass(frozen=True)
+class ConfigurationPlanner:
+    """Plans one configuration.
+
+    Attributes:
+        make_step: the user's function.
+        machine: the machine to plan for.
+        cache: the rows that were planned before; None to plan all rows anew.
+    """
+
+    make_step: MakeStep
+    machine: Machine
+    cache: PlanCache | None = None
+
+    def __call__(self, request: Configuration | TableRow) -> TableRow:
+        """Plan a configuration, as it is or from models of fewer blocks. Plan a row in full, with its schedule."""
+        cached = self.cached(request)
+        if cached is not None:
+            return cached
+        with pause_collector():  # plans hold many small objects, and all of them live until the row is made
+            row = self._in_full(request) if isinstance(request, TableRow) else self._row(request)
+        if self.cache is not None:
+            self.cache.write(request, row)
+        return row
+
+    def cached(self, request: Configuration | TableRow) -> TableRow | None:
+        """Return a row that was planned before; None if there is none."""
+        return None if self.cache is None else self.cache.read(request)
+
+    def _row(self, config: Configuration) -> TableRow:
+        depths = depths_of(config, getattr(self.make_step, "blocks_alike", False))
+        models = _FewerBlocks(self, config)
+        for three in zip(depths, depths[1:], depths[2:], strict=False):
+            summaries = models.extrapolate(three)
+            if summaries is not None:
+                return make_row(config, summaries, in_full=False)
+        return make_row(config, self._plan(config), in_full=True)
+
+    def _in_full(self, row: TableRow) -> TableRow:
+        settings = {**dict.fromkeys(_fullest_of(row.config)), row.rank: row.settings}
+        return make_row(row.config, self._plan(row.config, settings), in_full=True)
+
+    def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> _PlanSummaries:
+        """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
+        return _summaries(config, self.steps(config, settings), settings)
+
+    def steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> _StepsOfRanks | Plan:
+        """Return the steps of a configuration on each rank that may be the fullest or the slowest, or on `ranks`."""
+        with _name_configuration(config):
+            step_args = step_at(self.make_step, config)
+            if isinstance(step_args, Plan):
+                return step_args
+            _check_mesh(step_args, config)
+            hardware = self.machine.as_hardware()._replace(fuses=config.compiled)
+            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or _fullest_of(config)}
+            return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
+
+
+@dataclass
+class _FewerBlocks:
+    """The models of fewer blocks from which a configuration is extrapolated. Each is traced once.
+
+    Attributes:
+        planner: the planner of the configuration.
+        config: the configuration.
+        steps: the steps of the models, by their number of blocks.
+        plans: their plans in the schedules that fzero.jit chooses.
+    """
+
+    planner: ConfigurationPlanner
+    config: Configuration
+    steps: dict[int, _StepsOfRanks | Plan] = field(default_factory=dict)
+    plans: dict[int, _PlanSummaries] = field(default_factory=dict)
+
+    def extrapolate(self, depths: Sequence[int]) -> _PlanSummaries | None:
+        """Extrapolate the schedule that fzero.jit would choose; None unless the middle model confirms the line.
+
+        Args:
+            depths: three numbers of blocks. The line goes through the first and the last.
+        """
+        assert self.config.depth is not None
+        plans = {n: self._plan(n) for n in depths}
+        if (fastest := self._fastest(plans)) is None:
+            return None
+        for n, plan in plans.items():
+            replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
+            if replans:
+                plans[n] = {**plan, **_summaries(self.config, self.steps[n], replans)}
+        summaries = {
+            rank: extrapolate_line({n: plan[rank] for n, plan in plans.items()}, self.config.depth) for rank in fastest
+        }
+        return None if None in summaries.values() else {rank: x for rank, x in summaries.items() if x is not None}
+
+    def _plan(self, depth: int) -> _PlanSummaries:
+        if depth not in self.plans:
+            self.steps[depth] = self.planner.steps(replace(self.config, depth=depth))
+            self.plans[depth] = _summaries(self.config, self.steps[depth])
+        return self.plans[depth]
+
+    def _fastest(self, plans: Mapping[int, _PlanSummaries]) -> dict[int, PlanSettings] | None:
+        """Return the settings that fzero.jit would choose on each rank; None without a schedule that all plans have."""
+        assert self.config.depth is not None
+        first, *_, last = plans
+        summaries = {
+            rank: extrapolate((first, plans[first][rank]), (last, plans[last][rank]), self.config.depth)
+            for rank in plans[first]
+        }
+        if not all(summary.schedules for summary in summaries.values()):
+            return None
+        return {rank: dict(summary.fastest) for rank, summary in summaries.items()}
+
+
+def _summaries(
+    config: Configuration, steps: _StepsOfRanks | Plan, settings: Mapping[int, PlanSettings | None] | None = None
+) -> _PlanSummaries:
+    """Summarize the plans of steps in the schedules that fzero.jit chooses, or of some ranks in given ones."""
+    if isinstance(steps, Plan):
+        return {0: summarize(steps)}
+    with _name_configuration(config):
+        return {rank: summarize(steps[rank].plan(at)) for rank, at in (settings or dict.fromkeys(steps)).items()}
+
+
+@contextmanager
+def _name_configuration(config: Configuration) -> Iterator[None]:
+    """Add the configuration to an error that is raised while it is planned."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"fzero.tune: while planning {config}")
+        raise
+
+
+def _fullest_of(config: Configuration) -> tuple[int, ...]:
+    """List the ranks along the pipeline that may hold most memory, or take longest.
+
+    The first rank has the embedding and the most micro-batches in flight. The last rank has the head. Ranks between
+    them differ only by the micro-batches in flight. The one with the most may hold more than the first rank, since it
+    receives messages from both sides.
+    """
+    if config.pp == 1:
+        return (0,)
+    pp_schedule = schedule(config.schedule, config.pp, config.accumulation, config.pipeline_stages)
+    between = sorted(range(1, config.pp - 1), key=pp_schedule.in_flight, reverse=True)[:1]
+    return (0, *between, config.pp - 1)
+
+
+def _check_mesh(step_args: StepArgs, config: Configuration) -> None:
+    """Check that a step runs on a mesh with the axes of its configuration.
+
+    Raises:
+        ValueError: if the mesh lacks an axis: the step would be planned for other ranks than its row says.
+    """
+    mesh = getattr(step_args[0], "mesh", None)
+    expected = {name: n for name, n in config.axes.items() if name != "dp" and n > 1}
+    sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else {}
+    if expected and {name: sizes.get(name) for name in expected} != expected:
+        axes = ", ".join([f"{name}={n}" for name, n in expected.items()])
+        raise ValueError(
+            f"make_step({config}) returned a step on {mesh!r}, but the configuration has {axes}: make the mesh with "
+            "fzero.mesh(**config.axes)"
+        )
