@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import fzero
 from benchmarks.report import publish, quartiles, table
-from fzero import optim
+from fzero import codecs, optim
 from tests.faults.hosts import Hosts, Rule, missing
 
 HOSTS, PER_HOST, LAYERS, WIDTH, BATCH = 2, 2, 8, 256, 32
@@ -53,14 +53,17 @@ class Model(torch.nn.Module):
         return x
 
 
-def by_fzero(axis: tuple[str, ...], k: int) -> Step:
+CODES = fzero.Precision(torch.float32, gather=codecs.int8(), reduce=codecs.int4())
+
+
+def by_fzero(axis: tuple[str, ...], k: int, precision: fzero.Precision | None = None) -> Step:
     """Make a jitted step at stage 3."""
     apply, params, buffers = fzero.nn.functional(Model())
     opt = optim.adamw(1e-3)
 
     def train_step(params: Any, state: Any, x: torch.Tensor) -> Any:
         loss_fn = lambda p, x: apply(p, buffers, x)[0].square().mean()  # noqa: E731
-        loss, grads = fzero.value_and_grad(loss_fn, micro_batches=k)(params, x)
+        loss, grads = fzero.value_and_grad(loss_fn, micro_batches=k, precision=precision)(params, x)
         updates, state = opt.update(grads, state, params)
         return optim.apply_updates(params, updates), state, loss
 
@@ -103,6 +106,8 @@ def by_fsdp2(reshard: bool | int, k: int) -> Step:
 SYSTEMS: dict[str, Callable[[int], Step]] = {
     "fzero": lambda k: by_fzero(("host", "dp"), k),
     'fzero, axis=("dp", "host")': lambda k: by_fzero(("dp", "host"), k),
+    "fzero, int8 and int4": lambda k: by_fzero(("host", "dp"), k, CODES),
+    'fzero, axis=("dp", "host"), int8 and int4': lambda k: by_fzero(("dp", "host"), k, CODES),
     "FSDP2": lambda k: by_fsdp2(True, k),
     f"FSDP2, reshard_after_forward={PER_HOST}": lambda k: by_fsdp2(PER_HOST, k),
 }
@@ -180,7 +185,7 @@ def main() -> None:
     about = (
         f"{LAYERS} blocks of width {WIDTH}, {size / 1e6:.1f} MB in float32, stage 3, on {HOSTS} hosts of {PER_HOST} "
         f"ranks, with {args.rate / 1e6:.0f} MB a second from host to host. All systems ran in one world, in turns. "
-        "fzero is jitted in its default backend. FSDP2 is not compiled, which costs it little here: the link decides."
+        "fzero is jitted in its default backend; int8 and int4 are the codecs of its parameters and gradients. FSDP2 is not compiled, which costs it little here: the link decides."
     )
     publish(__file__, "python benchmarks/hosts.py", [about, table(head, rows)], args.write)
 

@@ -38,6 +38,7 @@ __all__ = [
     "RankOperation",
     "SourceOptions",
     "UnitOptions",
+    "UnitPartOptions",
     "UnitSumOptions",
     "add_rows",
     "apply",
@@ -92,6 +93,20 @@ class UnitOptions(NamedTuple):
         return -1
 
 
+class UnitPartOptions(NamedTuple):
+    """The options of a map of this rank's part of a unit: the unit may be divided over several axes.
+
+    Attributes:
+        spec_id: the id of the unit's spec.
+        index: the rank's index along the axes after the slowest.
+        ranks: the number of ranks along these axes.
+    """
+
+    spec_id: int
+    index: int
+    ranks: int
+
+
 class UnitSumOptions(NamedTuple):
     """The options of a map of a unit's sums: the id of the unit's spec, and the number of ranks in the sum."""
 
@@ -133,6 +148,7 @@ _Options = (
     | SourceOptions
     | PermutationOptions
     | UnitOptions
+    | UnitPartOptions
     | UnitSumOptions
     | AssignmentOptions
     | DeviceOptions

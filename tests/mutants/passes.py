@@ -215,12 +215,18 @@ MUTANTS = [
         Fault(
             "no unit stays gathered between iterations", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))
         ),
-        Fault("units pass between hosts in each iteration", "_is_gathered_on", becomes("all(A)", "False"), AXIS_ORDER),
-        Fault("the bytes of a unit that stays gathered count twice", "_units", bare("B.setdefault(C(A, D), A)")),
+        Fault("units pass between hosts in each iteration", "_only_feeds", becomes("all(A)", "False"), AXIS_ORDER),
+        Fault("the bytes of a unit that stays gathered count twice", "_constants", bare("B.setdefault(C(A, D), A)")),
         Fault(
             "the gather of a value that changes by iteration is moved out of the loop",
-            "_units",
+            "_constants",
             becomes("A[:B.C.D]", "A[:1]"),
+        ),
+        Fault(
+            "the scales of codes pass between hosts in each iteration",
+            "hoist",
+            becomes("not _only_feeds(A, is_maximum)", "False"),
+            ("tests/sharding/maps/test_coded.py",),
         ),
     ),
 ]

@@ -46,6 +46,16 @@ MUTANTS = [
         Fault("the sums of codes have too few bytes", "_bytes_of_sum", becomes("A * ranks", "A")),
         Fault("sums of bytes are never negative", "sums_of_bytes", becomes("A - (1 << B)", "A")),
         Fault("a rank adds its own codes alone", "sum_payloads", becomes("A.sum(0)", "A[0]")),
+        Fault("over a further axis a rank takes its own sum alone", "add_sums", becomes("A.sum(0)", "A[0]")),
+        Fault("a sum of sums has the bytes of one rank's codes", "_bytes_of_parts", becomes("options.ranks", "1")),
+    ),
+    *File("sharding/maps/_coded.py", CODED).faults(
+        Fault(
+            "a rank's index along several axes is that along the last",
+            "_run_on_part",
+            becomes("index * a.size + a.rank", "a.rank"),
+        ),
+        Fault("scales are shared along one axis alone", "_largest", becomes("reversed(axes)", "axes[:1]")),
     ),
     *File("sharding/maps/_unit_maps.py", CODED).faults(
         Fault("one rank rounds a sum that it does not send", "_is_single", constant(1, 0)),

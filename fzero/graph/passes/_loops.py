@@ -1,6 +1,7 @@
 """Passes over loops: gathers move out of a loop, and reductions stay in flight from one iteration to the next."""
 
 import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         graph: a flat graph.
         max_reuse_bytes: a gathered unit is hoisted if an iteration uses at most this many bytes of other units. What
             is gathered over one axis, to be gathered over the next, is always hoisted: an iteration holds it from the
-            forward to the backward pass anyway.
+            forward to the backward pass anyway. The scales of codes are hoisted with it.
 
     Returns:
         A graph with the same results, bit for bit.
@@ -57,11 +58,15 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     for node in _loops(graph):
         loop = loop_of(node)
         assert loop is not None
-        units = _units(loop)
-        parts = {w for w in units if _is_gathered_on(w)}
+        constants = _constants(loop)
+        units = _waits_for(parameter_gathers(loop.body), constants)
+        parts = {w for w in units if _only_feeds(w, is_gather)}
         size = {w: nbytes(*stand_ins_of(w)) for w in units if w not in parts}
         total = sum(size.values())
         hoisted = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
+        if parts:
+            maxima = _waits_for([n for n in loop.body.nodes if is_maximum(n)], constants)
+            hoisted |= {w: alike for w, alike in maxima.items() if not _only_feeds(w, is_maximum)}
         if hoisted:
             _move(graph, node, loop, hoisted)
     return graph
@@ -71,15 +76,14 @@ def _loops(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule is None]
 
 
-def _units(loop: Loop) -> dict[Node, list[Node]]:
-    """List the waits for units that are equal in all iterations: gathers of the body's constant arguments.
+def _constants(loop: Loop) -> dict[Node, Node]:
+    """Map each node that is equal in all iterations to the first node of the same value.
 
-    Returns:
-        For each unit its first wait, and all its waits: `remat` gathers a unit again for the backward pass.
+    These are gathers of the body's constant arguments, and what they need.
     """
     inputs = [n for n in loop.body.nodes if is_input(n)]
     changing = set(inputs[: loop.sum_indices.stop])
-    same: dict[Node, Node] = {}  # for each constant node, the first node of the same value
+    same: dict[Node, Node] = {}
     first: dict[Any, Node] = {}
     for n in loop.body.nodes:
         is_constant = changes_layout(n) or encodes(n) or is_gather(n) or is_wait(n) or is_maximum(n)
@@ -87,15 +91,24 @@ def _units(loop: Loop) -> dict[Node, list[Node]]:
             changing.add(n)
         else:
             same[n] = n if is_input(n) else first.setdefault(describe(n, same), n)
-    units: dict[Node, list[Node]] = {}
-    for w in [w for g in parameter_gathers(loop.body) if g in same for w in g.users if is_wait(w)]:
-        units.setdefault(same[w], []).append(w)
-    return units
+    return same
 
 
-def _is_gathered_on(wait: Node) -> bool:
-    """Return whether a unit, gathered over some of its axes, is only gathered over the next ones."""
-    return all(is_gather(user) for user in views_and_users(wait)[1])
+def _waits_for(collectives: Sequence[Node], constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """List the waits for those collectives that are equal in all iterations.
+
+    Returns:
+        For each result its first wait, and all its waits: `remat` gathers a unit again for the backward pass.
+    """
+    waits: dict[Node, list[Node]] = {}
+    for w in [w for c in collectives if c in constants for w in c.users if is_wait(w)]:
+        waits.setdefault(constants[w], []).append(w)
+    return waits
+
+
+def _only_feeds(wait: Node, kind: Callable[[Node], bool]) -> bool:
+    """Return whether a result over one axis is only the operand of the same collective over the next axis."""
+    return all(kind(user) for user in views_and_users(wait)[1])
 
 
 def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:
@@ -133,7 +146,7 @@ def _without(body: Graph, units: dict[Node, list[Node]]) -> Graph:
     for n in body.nodes:
         if n not in copies:  # moved nodes without other users are eliminated below
             copies[n] = out.node_copy(n, copies.__getitem__)
-    out.eliminate_dead_code()
+    out.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
     return out
 
 

@@ -18,7 +18,7 @@ import torch
 
 from fzero._torch.types import Tensors
 from fzero.axes import Axis
-from fzero.collectives import NO_AXIS, DimOptions, NoOptions, UnitOptions, UnitSumOptions, apply
+from fzero.collectives import NO_AXIS, DimOptions, NoOptions, UnitOptions, UnitPartOptions, UnitSumOptions, apply
 from fzero.sharding._spec import spec_of
 from fzero.sharding.maps._coded_rows import codec_of, padded_numel, quantized_blocks, sum_payloads
 from fzero.sharding.maps._flat import flatten_leaves, view_leaves
@@ -27,29 +27,55 @@ from fzero.sharding.maps._unit_dtypes import to_gradient_dtype
 __all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter", "decode_shard", "encode_shard"]
 
 
-def _run(name: str, axis: Axis, options: UnitOptions | UnitSumOptions, *xs: torch.Tensor) -> torch.Tensor:
+_Options = UnitOptions | UnitPartOptions | UnitSumOptions
+
+
+def _run(name: str, axis: Axis, options: _Options, *xs: torch.Tensor) -> torch.Tensor:
     (y,) = apply(axis.token, name, axis.binding, options, *xs)
     return y
 
 
-def _gather_slow_axes(axes: Sequence[Axis], shard: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Return the axis along which codes are sent, and the shard, gathered over all other axes as it is."""
-    (first, *rest), x = axes or [NO_AXIS], shard.detach()
-    for a in rest[::-1]:
-        (x,) = apply(a.token, "all_gather", a.binding, DimOptions(-1), x)
-    return first, x
+def _run_on_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tensor) -> torch.Tensor:
+    """Apply a row that depends on which part of a unit this rank has, and sends nothing."""
+    first, *rest = axes
+    ranks = math.prod([a.size for a in rest])
+    if all(a.group for a in rest):
+        index = 0
+        for a in rest:
+            index = index * a.size + a.rank
+        return _run(name, first, UnitPartOptions(spec_id, index, ranks), *xs)
+    # under vmap an index is no number: compute what each rank would, and take this rank's
+    y = torch.cat([_run(name, first, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1)
+    for a in rest:
+        (y,) = apply(a.token, "own_part", a.binding, DimOptions(-1), y)
+    return y
+
+
+def _largest(spec_id: int, axes: Sequence[Axis], magnitudes: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitudes of a unit's blocks on all ranks, from each rank's."""
+    for a in reversed(axes):
+        magnitudes = _run("largest", a, UnitOptions(spec_id), magnitudes)
+    return magnitudes
+
+
+def _encode_part(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payload of this rank's shard `[k]`, and the magnitudes that the ranks share."""
+    x = shard.detach()
+    magnitudes = _largest(spec_id, axes, _run_on_part("own_magnitudes", spec_id, axes, x))
+    return _run_on_part("own_payload", spec_id, axes, x, magnitudes), magnitudes
 
 
 def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Tensors:
     """Return the decoded leaves of a unit, from this rank's shard `[k]`.
 
-    If there is no group for all axes, the shards are gathered as they are over all axes but the slowest.
+    Codes are gathered over one axis after another.
     """
-    first, x = _gather_slow_axes(axes, shard)
-    unit = UnitOptions(spec_id)
-    magnitudes = _run("largest", first, unit, _run("own_magnitudes", first, unit, x))
-    payload = _run("gather_flat", first, unit, _run("own_payload", first, unit, x, magnitudes))
-    return view_leaves(spec_of(spec_id), _run("decoded_unit", first, unit, payload, magnitudes))
+    axes = axes or [NO_AXIS]
+    payload, magnitudes = _encode_part(spec_id, axes, shard)
+    for a in reversed(axes):
+        payload = _run("gather_flat", a, UnitOptions(spec_id), payload)
+    of_all = UnitPartOptions(spec_id, 0, math.prod([a.size for a in axes[1:]]))
+    return view_leaves(spec_of(spec_id), _run("decoded_unit", axes[0], of_all, payload, magnitudes))
 
 
 def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,23 +84,30 @@ def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tu
     padding = padded_numel(spec, first.size) - spec.numel
     leading = leaves[0].ndim - len(spec.shapes[0])
     buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
-    magnitudes = _run("unit_magnitudes", first, unit, buffer)
-    for a in axes:
-        magnitudes = _run("largest", a, unit, magnitudes)
+    magnitudes = _largest(spec_id, axes, _run("unit_magnitudes", first, unit, buffer))
     return _run("unit_payload", first, unit, buffer, magnitudes), magnitudes
 
 
 def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
     """Return this rank's shard `[k]` of the sum of all ranks' gradients of a unit.
 
-    If there is no group for all axes, the sums over the slowest axis are added as they are over the other axes.
+    Over the slowest axis ranks send codes, and over each further axis the sums so far: integers, in as few bytes as the
+    largest possible sum needs. So a gradient is rounded once.
     """
-    (first, *rest), unit = axes, UnitOptions(spec_id)
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
-    total = _run("own_sum", first, unit, _run("sum_of_payloads", first, unit, payload), magnitudes)
-    for a in rest:
-        (total,) = apply(a.token, "psum_scatter", a.binding, DimOptions(-1), total)
-    return [to_gradient_dtype(spec_of(spec_id), total)]
+    sums, ranks = _run("sum_of_payloads", axes[0], UnitOptions(spec_id), payload), axes[0].size
+    for a in axes[1:]:
+        sums = _scatter_sums(spec_id, a, ranks, sums)
+        ranks *= a.size
+    return [to_gradient_dtype(spec_of(spec_id), _run_on_part("own_sum", spec_id, axes, sums, magnitudes))]
+
+
+def _scatter_sums(spec_id: int, axis: Axis, ranks: int, sums: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part `[k]` of the sum over an axis of sums of codes `[n k]`, each a sum over `ranks` ranks."""
+    if codec_of(spec_of(spec_id), "reduce").code_kind.is_float:
+        return apply(axis.token, "psum_scatter", axis.binding, DimOptions(-1), sums)[0]
+    options = UnitSumOptions(spec_id, ranks)
+    return _run("sum_of_sums", axis, options, _run("part_bytes", axis, options, sums))
 
 
 def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
@@ -95,18 +128,15 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
 def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payload of this rank's shard `[k]`, and this rank's part of the unit's magnitudes.
 
-    Numbers are encoded as they would be on one rank. If there is no group for all axes, shards are gathered as they are
-    over all axes but the slowest.
+    Numbers are encoded as they would be on one rank.
 
     Args:
         spec_id: a unit with the codec as its `gather` and its `reduce`.
         axes: the axes over which the unit is sharded.
         shard: the shard.
     """
-    first, x = _gather_slow_axes(axes, shard)
-    unit = UnitOptions(spec_id)
-    magnitudes = _run("largest", first, unit, _run("own_magnitudes", first, unit, x))
-    payload = _run("own_payload", first, unit, x, magnitudes)
+    axes = axes or [NO_AXIS]
+    first, (payload, magnitudes) = axes[0], _encode_part(spec_id, axes, shard)
     padded = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[-1] % first.size))
     (part,) = apply(first.token, "own_part", first.binding, DimOptions(-1), padded)
     return payload, part
@@ -114,11 +144,8 @@ def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tup
 
 def decode_shard(spec_id: int, axes: Sequence[Axis], payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard `[k]`, float32, from the results of `encode_shard`, of this or of another replica."""
-    spec, (first, *rest), unit = spec_of(spec_id), axes or [NO_AXIS], UnitOptions(spec_id)
+    spec, axes = spec_of(spec_id), axes or [NO_AXIS]
     codec = codec_of(spec, "reduce")
-    (full,) = apply(first.token, "all_gather", first.binding, DimOptions(-1), magnitudes)
-    codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, padded_numel(spec, first.size) // first.size)
-    x = _run("own_sum", first, unit, codes, full.narrow(-1, 0, quantized_blocks(spec, codec)))
-    for a in rest:
-        (x,) = apply(a.token, "own_part", a.binding, DimOptions(-1), x)
-    return x
+    (full,) = apply(axes[0].token, "all_gather", axes[0].binding, DimOptions(-1), magnitudes)
+    codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, spec.shard_numel)
+    return _run_on_part("own_sum", spec_id, axes, codes, full.narrow(-1, 0, quantized_blocks(spec, codec)))

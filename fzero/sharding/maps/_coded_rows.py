@@ -18,7 +18,16 @@ from fzero.codecs import (
     scale_blocks,
     unpack,
 )
-from fzero.collectives import COPIES, LinearMap, RankOperation, UnitOptions, UnitSumOptions, add_rows, group_all_to_all
+from fzero.collectives import (
+    COPIES,
+    LinearMap,
+    RankOperation,
+    UnitOptions,
+    UnitPartOptions,
+    UnitSumOptions,
+    add_rows,
+    group_all_to_all,
+)
 from fzero.sharding._spec import Spec, spec_of
 from fzero.sharding.elements import UnitRange, block_range
 
@@ -83,6 +92,12 @@ def sums_of_bytes(payload: torch.Tensor, count: int, ranks: int) -> torch.Tensor
 
 
 @OneNode
+def add_sums(payloads: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the sum, float32 `[.., k]`, of the sums that several ranks sent as bytes `[n, .., count k]`."""
+    return sums_of_bytes.f(payloads, count, 1).sum(0)
+
+
+@OneNode
 def decode_sum(sums: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey) -> torch.Tensor:
     """Return the numbers `[.., length]`, float32, of sums of the codes of a range."""
     of_range, codec = UnitRange.from_lists(lists), Codec(*key)
@@ -119,12 +134,15 @@ def padded_numel(spec: Spec, ranks: int) -> int:
 def _of_each_rank(f: Any) -> RankOperation:
     """Make an operation of `f(spec, rank, ranks, *xs) -> y`, which sends nothing."""
 
-    def all_ranks(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-        spec = spec_of(options.spec_id)
-        return [torch.stack([f(spec, r, n, *[x[r] for x in xs]) for r in range(n)])]
+    def run(slowest: int, n: int, options: UnitPartOptions, xs: Tensors) -> torch.Tensor:
+        spec_id, index, ranks = options
+        return f(spec_of(spec_id), slowest * ranks + index, n * ranks, *xs)
 
-    def local(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-        return [f(spec_of(options.spec_id), binding.rank, binding.size, *xs)]
+    def all_ranks(n: int, options: UnitPartOptions, xs: Tensors) -> Tensors:
+        return [torch.stack([run(r, n, options, [x[r] for x in xs]) for r in range(n)])]
+
+    def local(binding: Binding, options: UnitPartOptions, xs: Tensors) -> Tensors:
+        return [run(binding.rank, binding.size, options, xs)]
 
     return RankOperation("", all_ranks, local)
 
@@ -160,8 +178,8 @@ def _own_payload(spec: Spec, rank: int, ranks: int, x: torch.Tensor, magnitudes:
     return encode_range(x, magnitudes, _range_of(spec, codec, rank, ranks).as_lists(), codec.key, 1)
 
 
-def _decoded_unit(options: UnitOptions, ranks: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    spec = spec_of(options.spec_id)
+def _decoded_unit(options: UnitPartOptions, n: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    spec, ranks = spec_of(options.spec_id), n * options.ranks
     codec = codec_of(spec, "gather")
     return decode_unit(payload, magnitudes, _unit_range(spec, codec, ranks).as_lists(), codec.key, ranks, spec.dtype)
 
@@ -199,6 +217,11 @@ def _sum_bytes(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch
     return sums.clone() if codec.code_kind.is_float else sums_to_bytes(sums, _bytes_of_sum(codec, options.ranks))
 
 
+def _bytes_of_parts(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
+    count = _bytes_of_sum(codec_of(spec_of(options.spec_id), "reduce"), options.ranks)
+    return sums_to_bytes(sums.unflatten(-1, (ranks, -1)), count).flatten(-2)
+
+
 def _bytes_of_sum(codec: Codec, ranks: int) -> int:
     """Return the number of bytes that holds the sum of `ranks` integer codes."""
     largest = int(codec.code_kind.largest) * ranks
@@ -209,6 +232,11 @@ def _local_largest(binding: Binding, options: UnitOptions, xs: Tensors) -> Tenso
     return [c10d.wait_tensor(c10d.all_reduce(xs[0].contiguous(), "max", binding.group))]
 
 
+def _parts(payload: torch.Tensor, n: int) -> torch.Tensor:
+    """Return a payload `[.., n bytes]` as the parts for the n ranks of an axis: `[n, .., bytes]`."""
+    return payload.unflatten(-1, (n, -1)).movedim(-2, 0)
+
+
 def _sum(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
     """Sum the payloads of `ranks` ranks, each for one rank's part."""
     parts = max(spec.ranks // ranks, 1)
@@ -216,13 +244,25 @@ def _sum(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
 
 
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    payloads = xs[0].unflatten(-1, (n, -1)).movedim(-2, 0)  # [n parts, n ranks, .., bytes]
-    return [torch.stack([_sum(spec_of(options.spec_id), n, part) for part in payloads.unbind()])]
+    return [torch.stack([_sum(spec_of(options.spec_id), n, part) for part in _parts(xs[0], n).unbind()])]
 
 
 def _local_sum(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-    parts = xs[0].unflatten(-1, (binding.size, -1)).movedim(-2, 0)  # [n, .., bytes]
+    parts = _parts(xs[0], binding.size)
     return [_sum(spec_of(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
+
+
+def _add_sums(options: UnitSumOptions, payloads: torch.Tensor) -> torch.Tensor:
+    return add_sums(payloads, _bytes_of_sum(codec_of(spec_of(options.spec_id), "reduce"), options.ranks))
+
+
+def _all_ranks_add_sums(n: int, options: UnitSumOptions, xs: Tensors) -> Tensors:
+    return [torch.stack([_add_sums(options, part) for part in _parts(xs[0], n).unbind()])]
+
+
+def _local_add_sums(binding: Binding, options: UnitSumOptions, xs: Tensors) -> Tensors:
+    parts = _parts(xs[0], binding.size)
+    return [_add_sums(options, group_all_to_all(parts.contiguous(), binding))]
 
 
 def _unit(options: UnitOptions) -> str:
@@ -231,6 +271,7 @@ def _unit(options: UnitOptions) -> str:
 
 _LARGEST = RankOperation("all_reduce", lambda n, options, xs: [xs[0].amax(0)], _local_largest)
 _SUM = RankOperation("all_to_all", _all_ranks_sum, _local_sum)
+_ADD_SUMS = RankOperation("all_to_all", _all_ranks_add_sums, _local_add_sums)
 
 
 # rows without a transpose: no derivative flows through codes
@@ -242,6 +283,8 @@ add_rows(
     LinearMap("unit_magnitudes", _of_any_rank(_unit_magnitudes), ""),
     LinearMap("unit_payload", _of_any_rank(_unit_payload), ""),
     LinearMap("sum_of_payloads", _SUM, "", unit=_unit),
+    LinearMap("part_bytes", _of_any_rank(_bytes_of_parts), ""),
+    LinearMap("sum_of_sums", _ADD_SUMS, "", unit=_unit),
     LinearMap("own_sum", _of_each_rank(_own_sum), ""),
     LinearMap("sum_bytes", _of_any_rank(_sum_bytes), ""),
     LinearMap("unit_sum", _of_copies(_unit_sum), "", output=COPIES),

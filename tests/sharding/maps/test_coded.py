@@ -1,5 +1,7 @@
 """Units in fewer bits: what a codec sends, and that its numbers are the same at every stage, on any ranks."""
 
+import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from fzero.parallel import experts
 from fzero.sharding.elements._block_ranges import UnitRange, block_range
 from fzero.sharding.maps._coded_rows import encode_range, range_magnitudes
 from fzero.testing import assert_trees_close, stages, trees, world_sizes
-from tests.helpers import ALL_STAGES, LEAST, cases, either, examples, train_step_for
+from tests.helpers import ALL_STAGES, LEAST, cases, examples, train_step_for
 from tests.precision_steps import step_of, wide_norm
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -65,8 +67,8 @@ def weighted(params: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def trained(precision: Any, params: Any, stage: int, mesh: Any, batch: Any, **options: Any) -> Any:
-    backend, loss = options.pop("backend", None), options.pop("loss", weighted)
-    step = fzero.shard(step_of(OPT, loss, precision=precision, **options), stage=stage, mesh=mesh)
+    backend, loss, axis = options.pop("backend", None), options.pop("loss", weighted), options.pop("axis", None)
+    step = fzero.shard(step_of(OPT, loss, precision=precision, **options), stage=stage, mesh=mesh, axis=axis)
     state = step.init(params, OPT)
     run = fzero.jit(step, backend=backend) if backend else step
     *state, value = run(*state, mesh.split(batch))
@@ -202,20 +204,34 @@ def test_stochastic_sums_are_equal_at_every_stage():
     assert 0 < error.abs().max() < 4 * batch[0].abs().max() / 7
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
-def test_units_over_two_axes_have_the_numbers_of_one_axis(simulate):
-    """Over two axes a gather gives the numbers of one axis, and a sum too: scales are shared along both."""
-    params = {"w": torch.randn(333), "b": torch.randn(5)}
-    batch = values_like(params, 4)
-    for kind, rtol in [("gather", 0.0), ("reduce", 1e-6)]:
-        settings: Any = {kind: INT8}
+SIZES = [{"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 3}, {"a": 2, "b": 2, "c": 2}]
+
+
+@examples(10, 100)
+@given(
+    params=trees(dtypes=[torch.float32]),
+    codec=st.sampled_from(SOME),
+    sizes=st.sampled_from(SIZES),
+    data=st.data(),
+    stage=stages(),
+    lockstep=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_units_over_several_axes_in_any_order_have_the_numbers_of_one_axis(
+    params, codec, sizes, data, stage, lockstep, seed
+):
+    """A unit is rounded once, and sums of integer codes are exact, whichever axes they pass."""
+    n = math.prod(sizes.values())
+    axis = tuple(data.draw(st.permutations(sorted(sizes))))
+    mesh = fzero.mesh(simulate="lockstep" if lockstep else "vmap", **sizes)
+    batch = values_like(params, n, seed)
+    for settings in ({"gather": codec}, {"reduce": codec}):
         precision = fzero.Precision(torch.float32, **settings)
         options: Any = {"loss": products, "reduce": "sum"}
-        for stage in either((0, 3), ALL_STAGES):
-            one, _ = trained(precision, params, stage, fzero.mesh(dp=4), batch, **options)
-            mesh = fzero.mesh(simulate=simulate, replica=2, shard=2)
-            two, _ = trained(precision, params, stage, mesh, batch, **options)
-            assert_trees_close(two, one, rtol=rtol or 1e-6)
+        one, _ = trained(precision, params, stage, fzero.mesh(dp=n), batch, **options)
+        several, _ = trained(precision, params, stage, mesh, batch, axis=axis, **options)
+        exact = "reduce" in settings and not codec.code_kind.is_float
+        assert_trees_close(several, one, rtol=0.0 if exact else 1e-6)
 
 
 def test_copies_along_a_replica_axis_are_added_as_they_are():
@@ -356,6 +372,25 @@ def test_the_plan_frees_and_gathers_codes_again(k):
         gathers[name] = sum(c.elements for c in plan.collectives if c.kind == "all_gather")
     assert gathers["coded"] == gathers["exact"]
     assert peaks["coded"] <= peaks["exact"] + unit
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_between_hosts_pass_codes_of_parameters_once_a_step_and_sums_of_codes(k):
+    """Over the hosts go a byte an element of a host's part, and a byte for each sum of two codes of 4 bits."""
+    precision = fzero.Precision(torch.float32, gather=INT8, reduce=INT4)
+    mesh, params = fzero.mesh(host=2, dp=2), {"blocks": [{"w": torch.randn(16, 16)} for _ in range(3)]}
+    train_step = train_step_for(deep_loss, OPT, precision=precision, micro_batches=k)
+    step = fzero.shard(train_step, stage=3, mesh=mesh, axis=("dp", "host"))
+    args = [*step.init(params, OPT), mesh.split(torch.randn(4 * k, 16))]
+    total = Counter[tuple[str, str]]()
+    for c in fzero.plan(fzero.jit(step, backend="fx", max_reuse_bytes=0), *args).collectives:
+        total[c.kind, c.axis] += c.bytes * c.times
+    elements, blocks = 3 * 256, 3 * 16
+    assert total["all_gather", "host"] == elements / 2
+    assert total["all_to_all", "dp"] == k * elements / 2
+    assert total["all_to_all", "host"] == k * elements / 2
+    assert total["all_reduce", "host"] == (1 + k) * 2 * 4 * blocks
+    assert not {"reduce_scatter", "psum_scatter"} & {kind for kind, _ in total}
 
 
 @pytest.mark.slow
