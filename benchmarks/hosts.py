@@ -185,7 +185,8 @@ def main() -> None:
     about = (
         f"{LAYERS} blocks of width {WIDTH}, {size / 1e6:.1f} MB in float32, stage 3, on {HOSTS} hosts of {PER_HOST} "
         f"ranks, with {args.rate / 1e6:.0f} MB a second from host to host. All systems ran in one world, in turns. "
-        "fzero is jitted in its default backend; int8 and int4 are the codecs of its parameters and gradients. FSDP2 is not compiled, which costs it little here: the link decides."
+        "fzero is jitted in its default backend; int8 and int4 are the codecs of its parameters and gradients. FSDP2 "
+        "is not compiled, which costs it little here: the link decides."
     )
     publish(__file__, "python benchmarks/hosts.py", [about, table(head, rows)], args.write)
 
