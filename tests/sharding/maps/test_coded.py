@@ -1,5 +1,6 @@
 """Units in fewer bits: what a codec sends, and that its numbers are the same at every stage, on any ranks."""
 
+import itertools
 import math
 from collections import Counter
 from functools import partial
@@ -212,17 +213,19 @@ SIZES = [{"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 3}, {"a": 2, "b": 2, 
     params=trees(dtypes=[torch.float32]),
     codec=st.sampled_from(SOME),
     sizes=st.sampled_from(SIZES),
-    data=st.data(),
+    order=st.integers(0, 5),
     stage=stages(),
     lockstep=st.booleans(),
     seed=st.integers(0, 99),
 )
+@example({"w": torch.linspace(-3, 3, 333)}, INT8, SIZES[3], 4, 3, True, 0)
 def test_units_over_several_axes_in_any_order_have_the_numbers_of_one_axis(
-    params, codec, sizes, data, stage, lockstep, seed
+    params, codec, sizes, order, stage, lockstep, seed
 ):
     """A unit is rounded once, and sums of integer codes are exact, whichever axes they pass."""
     n = math.prod(sizes.values())
-    axis = tuple(data.draw(st.permutations(sorted(sizes))))
+    orders = [*itertools.permutations(sizes)]
+    axis = orders[order % len(orders)]
     mesh = fzero.mesh(simulate="lockstep" if lockstep else "vmap", **sizes)
     batch = values_like(params, n, seed)
     for settings in ({"gather": codec}, {"reduce": codec}):
