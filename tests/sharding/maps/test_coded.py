@@ -218,7 +218,7 @@ SIZES = [{"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 1, "b": 3}, {"a": 2, "b": 2, 
     lockstep=st.booleans(),
     seed=st.integers(0, 99),
 )
-@example({"w": torch.linspace(-3, 3, 333)}, INT8, SIZES[3], 4, 3, True, 0)
+@example({"w": torch.linspace(-3, 3, 333)}, INT8, SIZES[3], 5, 3, True, 0)
 def test_units_over_several_axes_in_any_order_have_the_numbers_of_one_axis(
     params, codec, sizes, order, stage, lockstep, seed
 ):
