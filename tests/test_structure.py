@@ -168,7 +168,8 @@ ROOMS = {
         ["checks"],
         ["_hyperparams", "_offload_plan", "_precision", "_schedules"],
         ["_base", "moments"],
-        ["wrappers"],
+        ["_norms"],
+        ["clipping", "wrappers"],
     ],
     "sharding": [["_spec"], ["_boxes"], ["units"], ["elements"], ["maps"]],
     "tuning": [

@@ -24,7 +24,8 @@ from fzero.graph._one_rank import one_rank_tree, planned_mesh
 from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, map_integers, shapes_of
 from fzero.graph._trace_agreement import gather_values
 from fzero.graph.ir import COMPILED, FUSED, LATE, copy_graph, is_input, stand_ins_of
-from fzero.graph.loop._scan import loop_of, record_loops, set_body
+from fzero.graph.loop._loop import loop_of, set_body
+from fzero.graph.loop._loop_marks import record_loops
 from fzero.graph.planning._clocks import estimate_seconds
 from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.trace._call_arguments import Arguments, Key, flatten_arguments

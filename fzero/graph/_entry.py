@@ -21,7 +21,8 @@ from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep
 from fzero.graph._trace_agreement import common_schedules
 from fzero.graph.ir import check_order, check_spaces, graph_results, has_moves, is_input, name_of, stand_ins_of
-from fzero.graph.loop._scan import NotScannableError, graphs_in, record_loops
+from fzero.graph.loop._loop import graphs_in
+from fzero.graph.loop._loop_marks import NotScannableError, record_loops
 from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, Rejected, make_plan
 from fzero.graph.run._backends import LoweringOptions, lower

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph._schedule_options import FITTING
 from fzero.graph.ir import FUSED, copy_graph, has_moves, is_input, nbytes, stand_ins_of
-from fzero.graph.loop._scan import loop_of, set_body
+from fzero.graph.loop._loop import loop_of, set_body
 from fzero.graph.passes import (
     bucket,
     carry,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
 from fzero.optim._adafactor import AdafactorState, adafactor
-from fzero.optim._adam import AdamState, adam, adamw, lamb, scale_by_adam, scale_by_trust_ratio
+from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim._averages import EmaState, ema, params_ema
 from fzero.optim._base import (
     Mask,
@@ -18,6 +18,7 @@ from fzero.optim._base import (
     chain,
 )
 from fzero.optim._convert_moments import convert_moments
+from fzero.optim._lamb import lamb, scale_by_trust_ratio
 from fzero.optim._links import (
     ScaleByScheduleState,
     add_decayed_weights,
@@ -27,7 +28,7 @@ from fzero.optim._links import (
     set_to_zero,
 )
 from fzero.optim._muon import MuonState, muon
-from fzero.optim._norms import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm, leaf_norms
+from fzero.optim._norms import leaf_norms
 from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
 from fzero.optim._precision import Precision
 from fzero.optim._schedules import (
@@ -50,6 +51,7 @@ from fzero.optim.checks import (
     torch_optimizer_message,
     watch_roles,
 )
+from fzero.optim.clipping import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm
 from fzero.optim.moments import EightBit, Moments, SixteenBit
 from fzero.optim.wrappers import (
     DelayedState,

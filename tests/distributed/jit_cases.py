@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 import fzero
 from fzero import optim, tree
 from fzero.graph import _trace_agreement
-from fzero.graph.loop._scan import loop_of
+from fzero.graph.loop._loop import loop_of
 from fzero.ranks import _agreement
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run

@@ -8,7 +8,7 @@ import torch
 
 from fzero import optim
 from fzero.graph import _entry
-from fzero.graph.loop._scan import loop_of
+from fzero.graph.loop._loop import loop_of
 from tests.graph.helpers import bitwise
 
 ADAMW = optim.adamw(1e-2, eps=1e-3)

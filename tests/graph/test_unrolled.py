@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero._notice import warn_once
-from fzero.graph.loop import _scan
+from fzero.graph.loop import _loop_marks
 from tests.graph.helpers import bitwise
 from tests.graph.loops import ADAMW, assert_draws_alike, loops
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -189,7 +189,7 @@ def test_only_jit_traces_micro_batches_as_iterations():
     graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2), torch.ones(4, 2)).graph
     assert not [n for n in graph.nodes if "fzero" in str(n.target)]
     with pytest.raises(AssertionError, match="outside a trace"):
-        _scan.iteration(3)
+        _loop_marks.iteration(3)
 
 
 @pytest.mark.slow

@@ -227,7 +227,7 @@ MUTANTS = [
         ),
         Fault("experts are planned in unequal parts", "_spec_on_mesh", never("A % B")),
     ),
-    *File("optim/_norms.py", CLIP).faults(
+    *File("optim/clipping/_clip_by_expert.py", CLIP).faults(
         Fault("the norm of an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
         Fault("clip_experts ignores a name that no leaf has", "_clip_experts", never("A and not any(B)")),
         Fault("the experts of a list are clipped as separate layers", "_layer", becomes("A.isdigit()", "False")),

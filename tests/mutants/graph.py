@@ -397,7 +397,7 @@ MUTANTS = [
         ),
         Fault("sums of a loop do not have the strides of what is added", "_add_initial_sum", bare("(-B.stride(A), A)")),
     ),
-    *File("graph/loop/_scan.py", LOOPS).faults(
+    *File("graph/loop/_loop_marks.py", LOOPS).faults(
         Fault("a mapped dimension stays in its place", "_mapped_first", always("A is None")),
     ),
     *File("graph/planning/_plan.py", LOOP_PLANS).faults(

@@ -10,7 +10,7 @@ CHUNKS = ("tests/nn/test_linear_cross_entropy.py",)
 FLOAT8 = ("tests/nn/test_float8.py",)
 
 MUTANTS = [
-    *File("parallel/tensor/_functions.py", CHUNKS).faults(
+    *File("parallel/tensor/_cross_entropy.py", CHUNKS).faults(
         Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
         Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
     ),

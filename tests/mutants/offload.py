@@ -172,7 +172,7 @@ MUTANTS = [
             returns("x.to(dtype)", at="2 of 2"),
         ),
     ),
-    *File("optim/_adam.py", OFFLOAD).faults(
+    *File("optim/_lamb.py", OFFLOAD).faults(
         Fault("lamb does not declare that it is not elementwise", "scale_by_trust_ratio", constant(False, None)),
     ),
     *File("optim/wrappers/_loss_scaling.py", OFFLOAD_PARAMS).faults(

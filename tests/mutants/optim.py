@@ -166,12 +166,14 @@ MUTANTS = [
     ),
     *File("optim/_adam.py", OPTIM_LAWS).faults(
         Fault("Adam decays", "adam", becomes("0.0", "0.1")),
+    ),
+    *File("optim/_lamb.py", OPTIM_LAWS).faults(
         Fault("LAMB has no trust ratio", "lamb", dropped("scale_by_trust_ratio()")),
     ),
     *File("optim/_adafactor.py", OPTIM_LAWS).faults(
         Fault("Adafactor clips no step", "adafactor.update", becomes("(A / B).clamp(min=1)", "1")),
     ),
-    *File("optim/_adam.py", WRAPPERS).faults(
+    *File("optim/_lamb.py", WRAPPERS).faults(
         Fault("a trust ratio of zero", "_scale_to_norm", bare("(B == 0) | A")),
     ),
     *File("optim/_averages.py", WRAPPERS).faults(

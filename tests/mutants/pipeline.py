@@ -175,7 +175,7 @@ MUTANTS = [
     *File("graph/_candidates.py", PLAN).faults(
         Fault("sending early is never tried", "_may_send_early", returns("False")),
     ),
-    *File("graph/loop/_loop_functions.py", PROCESSES).faults(
+    *File("graph/loop/_pipeline_function.py", PROCESSES).faults(
         Fault("a residual is freed after its first reader", "_Iterations.run", becomes("self.readers[A]", "1")),
     ),
     *File("graph/loop/_split.py", PLAN).faults(

@@ -55,7 +55,7 @@ MUTANTS = [
         ),
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
     ),
-    *File("graph/loop/_loop_functions.py", LOOPS).faults(
+    *File("graph/loop/_loop_function.py", LOOPS).faults(
         Fault("pending sums of a loop start at 1", "_pending_zeros", becomes("-0.0", "1.0"), SLOW_ON_GLOO),
         Fault("pending sums of a loop start at 0.0, not at -0.0", "_pending_zeros", becomes("-0.0", "0.0"), ARRIVING),
         Fault("pending sums of a loop start in the default dtype", "_pending_zeros", dropped("dtype=A"), ARRIVING),

@@ -1,6 +1,6 @@
 """Faults in fzero/parallel/tensor, and in what tells copies from one value."""
 
-from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, returns, skipped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped
 from tests.mutants.mutant import Fault, File
 
 FUNCTIONS = ("tests/parallel/tensor/test_functions.py",)
@@ -15,7 +15,7 @@ MUTANTS = [
     *File("graph/planning/_collective_units.py", TRAINING).faults(
         Fault("sums of activations count as metrics in a plan", "_moves_values", dropped("A(B)[0].dim() >= 2")),
     ),
-    *File("parallel/tensor/_functions.py", TRAINING).faults(
+    *File("parallel/tensor/_boundaries.py", TRAINING).faults(
         Fault("the backward pass of enter sums nothing", "enter", bare("B('pvary', A, C(D), E())")),
         Fault("the gradient of leave is summed over the ranks", "leave", constant("psum_invariant", "psum")),
         Fault(
@@ -43,8 +43,11 @@ MUTANTS = [
         Fault(
             "an unknown token gives zeros, not nan",
             "own_rows",
-            (becomes("math.nan", "0.0"), elsewhere("loss_of_sums", becomes("math.nan", "0.0"))),
+            becomes("math.nan", "0.0"),
         ),
+        Fault("a full weight is accepted as a part", "check_part", never("A > 1")),
+    ),
+    *File("parallel/tensor/_cross_entropy.py", FUNCTIONS).faults(
         Fault("an unknown target gives a finite loss", "loss_of_sums", becomes("math.nan", "nll")),
         Fault("each rank subtracts its own maximum", "_sums", bare("B('all_gather', A, C, -1)")),
         Fault(
@@ -54,7 +57,6 @@ MUTANTS = [
         ),
         Fault("ignored targets count in the mean", "loss_of_sums", becomes("(~A).sum", "A.numel")),
         Fault("cross_entropy computes in half precision", "cross_entropy", bare("at_least_float32(A)")),
-        Fault("a full weight is accepted as a part", "check_part", never("A > 1")),
     ),
     *File("axes/_rules.py", AXES).faults(
         Fault("two rules may split over one axis", "_JoinedRules.__call__", never("A in B")),

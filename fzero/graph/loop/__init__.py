@@ -1,41 +1,31 @@
 """Loops over micro-batches: how they are traced, planned and run."""
 
-from fzero.graph.loop._rank_schedule import (
-    MARKERS,
-    LoopRegion,
-    RankSchedule,
-    begin_region,
-    begin_shapes_only,
-    end_shapes_only,
-    is_marker,
-    mark_pipeline,
-    rank_schedule_id,
-    rank_schedule_of,
-    receive,
-    regions_of,
-    send,
-)
-from fzero.graph.loop._scan import (
+from fzero.graph.loop._loop import Loop, LoopSlice, graphs_in, loop_of, new_loop_function, set_body, shared_graphs
+from fzero.graph.loop._loop_marks import (
     OPERATIONS,
-    Loop,
-    LoopSlice,
     LoopSum,
     NotScannableError,
     check_equal_runs,
-    graphs_in,
     is_loop_slice,
     iteration,
-    loop_of,
     loop_slice,
-    new_loop_function,
     record_loops,
     records_loops,
     records_pipelines,
     rows,
     run_again,
-    set_body,
-    shared_graphs,
 )
+from fzero.graph.loop._pipeline_marks import (
+    MARKERS,
+    begin_region,
+    begin_shapes_only,
+    end_shapes_only,
+    is_marker,
+    mark_pipeline,
+    receive,
+    send,
+)
+from fzero.graph.loop._rank_schedule import LoopRegion, RankSchedule, rank_schedule_id, rank_schedule_of, regions_of
 
 __all__ = [
     "MARKERS",

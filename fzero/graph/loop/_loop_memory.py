@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import graph_results, is_input, nbytes, stand_ins_of, storages_in
+from fzero.graph.loop._loop import Loop
 from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
-from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf, split
 from fzero.parallel.schedules import Action, Value, programs
 

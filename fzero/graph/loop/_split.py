@@ -14,8 +14,9 @@ from torch.fx import Graph, Node
 
 from fzero._torch import copy_nodes
 from fzero.graph.ir import graph_results, input_only_nodes, is_collective, is_input, is_view, is_wait, is_write
-from fzero.graph.loop._rank_schedule import BEGIN_REGION, RECEIVE, SEND, LoopRegion
-from fzero.graph.loop._scan import Loop
+from fzero.graph.loop._loop import Loop
+from fzero.graph.loop._pipeline_marks import BEGIN_REGION, RECEIVE, SEND
+from fzero.graph.loop._rank_schedule import LoopRegion
 
 __all__ = ["RegionGraph", "Residual", "StageLeaf", "region_positions", "split"]
 

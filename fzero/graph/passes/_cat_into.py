@@ -19,7 +19,7 @@ from fzero.graph.ir import (
     storages,
     write_part,
 )
-from fzero.graph.loop._scan import loop_of
+from fzero.graph.loop._loop import loop_of
 from fzero.graph.planning._live_ranges import device_live_bytes
 
 __all__ = ["cat_into"]

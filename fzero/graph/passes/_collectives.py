@@ -27,7 +27,7 @@ from fzero.graph.ir import (
     storages,
     views_and_users,
 )
-from fzero.graph.loop._rank_schedule import is_marker
+from fzero.graph.loop._pipeline_marks import is_marker
 
 __all__ = ["bucket", "drop_lone_collectives"]
 

@@ -33,7 +33,7 @@ from fzero.graph.ir import (
     start_of,
     users_through_views,
 )
-from fzero.graph.loop._rank_schedule import is_marker
+from fzero.graph.loop._pipeline_marks import is_marker
 
 __all__ = ["OrderRules", "list_nodes", "order_rules", "readers_of_overwritten"]
 

@@ -29,7 +29,7 @@ from fzero.graph.ir import (
     stand_ins_of,
     views_and_users,
 )
-from fzero.graph.loop._scan import Loop, loop_of, new_loop_function
+from fzero.graph.loop._loop import Loop, loop_of, new_loop_function
 
 __all__ = ["carry", "hoist"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import TO_DEVICE, copy_graph, is_input, nbytes, parameter_gathers, stand_ins_of, views_and_users
-from fzero.graph.loop._rank_schedule import BEGIN_REGION
+from fzero.graph.loop._pipeline_marks import BEGIN_REGION
 from fzero.graph.passes._duplicate import clusters, duplicate
 
 __all__ = ["regather"]

@@ -39,7 +39,7 @@ from fzero.graph.ir import (
     stand_ins_of_args,
     storages,
 )
-from fzero.graph.loop._rank_schedule import BEGIN_REGION
+from fzero.graph.loop._pipeline_marks import BEGIN_REGION
 from fzero.graph.passes._listing import OrderRules, list_nodes, order_rules, readers_of_overwritten
 from fzero.graph.planning._live_ranges import device_live_bytes, record_peak
 from fzero.graph.planning._subgraphs import scalars_of

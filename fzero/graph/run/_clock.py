@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from fzero._torch import is_backward, line_of, stack_of, wait_for_device
 from fzero._torch.watched import without_watchers
 from fzero.graph.ir import flops
-from fzero.graph.loop._scan import loop_of
+from fzero.graph.loop._loop import loop_of
 from fzero.graph.planning._phases import find_phases
 
 __all__ = [

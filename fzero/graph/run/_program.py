@@ -9,8 +9,9 @@ from torch.fx.node import Argument, map_arg
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
 from fzero.graph.ir import TO_HOST, copy_graph, graph_results, is_input, stand_ins_of, views_and_users
-from fzero.graph.loop._loop_functions import loop_function, pipeline_function
-from fzero.graph.loop._scan import Loop, loop_of, set_body
+from fzero.graph.loop._loop import Loop, loop_of, set_body
+from fzero.graph.loop._loop_function import loop_function
+from fzero.graph.loop._pipeline_function import pipeline_function
 from fzero.graph.loop._split import RegionGraph, split
 from fzero.graph.planning._subgraphs import (
     exports,

@@ -1,20 +1,8 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
-from fzero.parallel.tensor._functions import (
-    all_gather,
-    along,
-    check_loss_options,
-    check_part,
-    column,
-    cross_entropy,
-    embed,
-    enter,
-    leave,
-    logits_of,
-    loss_of_sums,
-    row,
-    scatter,
-)
+from fzero.parallel.tensor._boundaries import all_gather, along, enter, leave, scatter
+from fzero.parallel.tensor._cross_entropy import check_loss_options, cross_entropy, logits_of, loss_of_sums
+from fzero.parallel.tensor._functions import check_part, column, embed, row
 from fzero.parallel.tensor._install import install
 from fzero.parallel.tensor._layers import Layers, layers, of_block, outside
 from fzero.parallel.tensor._split_rule import split_rule

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from fzero.axes import axis_if_bound, axis_index, axis_size
-from fzero.parallel.tensor._functions import all_gather, enter, leave, own_rows, scatter
+from fzero.parallel.tensor._boundaries import all_gather, enter, leave, scatter
+from fzero.parallel.tensor._functions import own_rows
 from fzero.parallel.tensor._regions import Region, override_parameters
 from fzero.parallel.tensor._styles import (
     ColumnParallel,

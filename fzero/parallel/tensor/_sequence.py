@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.parallel.tensor._functions import all_gather, enter, scatter
+from fzero.parallel.tensor._boundaries import all_gather, enter, scatter
 from fzero.parallel.tensor._layers import Layers
 from fzero.parallel.tensor._styles import ColumnParallel, ReplicatedParams, RowParallel
 

@@ -13,16 +13,8 @@ from fzero import optim
 from fzero.graph import _candidates
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph._schedule_options import ScheduleOptions
-from fzero.graph.ir import (
-    copy_graph,
-    graph_results,
-    is_carried,
-    is_collective,
-    is_input,
-    is_reduce_collective,
-    is_wait,
-)
-from fzero.graph.loop._scan import Loop, loop_of
+from fzero.graph.ir import copy_graph, graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
+from fzero.graph.loop._loop import Loop, loop_of
 from fzero.graph.passes import _loops
 from fzero.graph.planning import _clocks, _hardware
 from fzero.graph.planning._live_ranges import (

@@ -122,7 +122,7 @@ def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
 def loops_of(name: str, rank: int, **options: Any) -> Any:
     """The loop of a rank's traced step, as it is scheduled."""
     from fzero.graph import _entry
-    from fzero.graph.loop._scan import loop_of
+    from fzero.graph.loop._loop import loop_of
 
     results = []
     before = _entry.make_plan

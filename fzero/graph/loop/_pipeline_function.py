@@ -1,71 +1,20 @@
-"""Run loops: a body once for each micro-batch, or a pipeline's regions in the order of its schedule."""
+"""A rank of a pipeline runs each region on a micro-batch, in the order of its row of the schedule."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from fzero.collectives import PendingMessages, StageMessages
+from fzero.collectives import StageMessages
 from fzero.graph.ir import graph_results, stand_ins_of
+from fzero.graph.loop._loop import Loop
 from fzero.graph.loop._rank_schedule import regions_of
-from fzero.graph.loop._scan import Loop
 from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf
 from fzero.parallel.schedules import Action, Value, programs
 
-__all__ = ["loop_function", "pipeline_function"]
-
-# Loops over micro-batches: each iteration runs the body on its slices of the inputs and on the sums so far.
-
-
-def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Callable[..., list[torch.Tensor]]:
-    """Return the function of a loop's node: it maps the loop's arguments to its sums and rows.
-
-    Args:
-        loop: the loop.
-        body: runs the loop's body. It writes the new sums over the old ones.
-    """
-    first_argument, *_ = loop.body.nodes
-    outputs = graph_results(loop.body)
-    end_of_rows = len(outputs) - loop.carried_count  # sums, then rows, then carried values
-    row_stand_ins = [x for n in outputs[loop.sum_count : end_of_rows] for x in stand_ins_of(n)]
-    carried_stand_ins = [x for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
-    first = len(loop.slices)
-
-    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Run the loop's iterations one after the other, and return the sums, the rows and the carried values."""
-        sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
-        rows = [torch.empty((loop.iterations, *x.shape), dtype=x.dtype, device=x.device) for x in row_stand_ins]
-        carried: list[Any] = [_pending_zeros(x.shape, x.dtype, x.device) for x in carried_stand_ins]
-        for i in range(loop.iterations):
-            iteration = torch.tensor(i, device="cpu") if first_argument.users else None
-            slices = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.slices, strict=False)]
-            args = [iteration, *slices, *sums, *rest, *carried]
-            del iteration, slices, carried
-            out = body(args)
-            _write_rows(i, rows, out[loop.sum_count : end_of_rows])
-            carried = list(out[end_of_rows:])
-            del out
-        return [*sums, *rows, *carried]
-
-    run.__name__ = run.__qualname__ = "loop"
-    return run
-
-
-def _pending_zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PendingMessages:
-    """Return the pending reduction that the first iteration waits for: it gives -0.0, which changes no sum."""
-    return PendingMessages([], partial(torch.full, shape, -0.0, dtype=dtype, device=device))
-
-
-def _write_rows(iteration: int, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy an iteration's values into the rows, so that their own memory can be freed."""
-    for row, x in zip(rows, values, strict=True):
-        row[iteration].copy_(x)
-
-
-# A rank of a pipeline: it runs each region on a micro-batch, in the order of its row of the schedule.
+__all__ = ["pipeline_function"]
 
 
 _Body = Callable[[list[Any]], Sequence[Any]]

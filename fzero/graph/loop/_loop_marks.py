@@ -1,143 +1,41 @@
-"""Loops over micro-batches: the operations that mark a loop in a trace, and the graph's node that runs it.
+"""Operations that mark a loop while a step is traced.
 
-A `Loop` is to a graph what `scan` is to a JAX program. Its node takes the tensors that iterations slice, the initial
-sums, and all other values that the body reads. It returns the sums, in the memory of the initial sums, and the rows.
-There is one body to schedule and to compile, whatever the number of iterations.
+A loop whose iterations differ only in their data is traced as one iteration. The operations here mark where this
+iteration meets the others and the rest of the step. `iteration` begins the body and returns its number. `loop_slice`
+is an iteration's slice of a tensor. `_sum_before` is the sum over earlier iterations, and `_sum_after` adds this
+iteration's share to it. `rows` stacks the values of all iterations.
+
+Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
+iterator. So the forward pass runs `run_again`, and is `check_equal_runs` with the first.
+
+The operations compute nothing: `fzero.graph.loop._insert_loops` replaces them by a loop. In a vmap, of ranks or the
+user's, the mapped dimension goes first. So a sum has the same strides before and after an iteration.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fzero._torch import is_tracing
-from fzero.graph.loop._rank_schedule import RankSchedule
 
 __all__ = [
     "OPERATIONS",
-    "Loop",
-    "LoopSlice",
     "LoopSum",
     "NotScannableError",
     "check_equal_runs",
-    "graphs_in",
     "is_loop_slice",
     "iteration",
-    "loop_of",
     "loop_slice",
-    "new_loop_function",
     "record_loops",
     "records_loops",
     "records_pipelines",
     "rows",
     "run_again",
-    "set_body",
-    "shared_graphs",
 ]
-
-
-class LoopSlice(NamedTuple):
-    """The slices of a tensor: iteration i reads `size` elements along `dim`, from `i * size` on."""
-
-    dim: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The loop that a node runs.
-
-    Attributes:
-        body: the graph of one iteration. Its arguments are the iteration's number, the slices, the sums, the other
-            values, and the carried reductions. Its results are the new sums, the rows, and the carried reductions.
-        iterations: the number of iterations.
-        slices: how iterations slice the first tensors among the node's arguments.
-        sum_count: the number of sums; the node takes them after the sliced tensors.
-        carried_count: the number of reductions that each iteration starts and the next one waits for. The node returns
-            those of the last iteration, after all other results.
-        rank_schedule: for a rank of a pipeline, the schedule that it follows; else None.
-        sends_early: whether a pipeline stage sends its input's gradient before it computes those of its weights.
-    """
-
-    body: Graph
-    iterations: int
-    slices: tuple[LoopSlice, ...]
-    sum_count: int
-    carried_count: int = 0
-    rank_schedule: RankSchedule | None = None
-    sends_early: bool = False
-
-    @property
-    def sum_indices(self) -> range:
-        """The positions of the sums among the body's arguments."""
-        first = 1 + len(self.slices)
-        return range(first, first + self.sum_count)
-
-    @property
-    def overwrites(self) -> tuple[tuple[int, int], ...]:
-        """The positions `(result, argument)` of the body's sums, which are updated in place."""
-        return tuple(enumerate(self.sum_indices))
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether this is the loop of a pipeline whose schedule splits backward passes into halves."""
-        return self.rank_schedule is not None and self.rank_schedule.splits_backward
-
-
-def loop_of(node: Node) -> Loop | None:
-    """Return the loop that a node runs; None for other nodes."""
-    return node.meta.get("loop")
-
-
-def graphs_in(graph: Graph) -> Iterator[Graph]:
-    """Yield a graph and the bodies of its loops."""
-    yield graph
-    for node in graph.nodes:
-        if loop := loop_of(node):
-            yield loop.body
-
-
-def shared_graphs(graph: Graph) -> Iterator[Graph]:
-    """Yield a graph and the bodies of its loops that are the same on all ranks: not those of a pipeline's stages."""
-    yield graph
-    for node in graph.nodes:
-        loop = loop_of(node)
-        if loop and loop.rank_schedule is None:
-            yield loop.body
-
-
-def set_body(node: Node, body: Graph, **changes: Any) -> None:
-    """Replace the body of a loop's node, and other attributes of the loop."""
-    loop = loop_of(node)
-    assert loop is not None
-    node.meta = {**node.meta, "loop": replace(loop, body=body, **changes)}
-
-
-def new_loop_function() -> Callable[..., Any]:
-    """Return a new function that stands for one loop in a graph; each loop has its own."""
-
-    def loop(*args: Any) -> Any:
-        raise AssertionError("a loop runs in an executor")
-
-    return loop
-
-
-# Operations that mark a loop while a step is traced.
-#
-# A loop whose iterations differ only in their data is traced as one iteration. The operations here mark where this
-# iteration meets the others and the rest of the step. `iteration` begins the body and returns its number. `loop_slice`
-# is an iteration's slice of a tensor. `_sum_before` is the sum over earlier iterations, and `_sum_after` adds this
-# iteration's share to it. `rows` stacks the values of all iterations.
-#
-# Python may make an iteration depend on the one before: by a list that the loss function appends to, a counter, an
-# iterator. So the forward pass runs `run_again`, and is `check_equal_runs` with the first.
-#
-# The operations compute nothing: `fzero.graph.loop._insert_loops` replaces them by a loop. In a vmap, of ranks or the
-# user's, the mapped dimension goes first. So a sum has the same strides before and after an iteration.
 
 
 class NotScannableError(RuntimeError):
@@ -255,9 +153,6 @@ class LoopSum(NamedTuple):
 def is_loop_slice(node: Node) -> bool:
     """Return whether a traced node is an iteration's slice of a tensor, which is a view of it in the eager step."""
     return node.target is loop_slice._opoverload
-
-
-# Shapes of the operations' results.
 
 
 def _stand_in(like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
