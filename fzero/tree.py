@@ -326,6 +326,8 @@ def not_a_tensor(label: str, path: str, x: Any) -> str:
         remedy = "pass torch.as_tensor(x) of it"
     elif isinstance(x, str | bytes):
         remedy = "take it out, and let the step close over it"
+    elif callable(x):
+        remedy = "of apply, params, buffers = fzero.nn.functional(module) pass params"
     return f"{leaf_name(label, path)} is {show(x)}: expected a tensor; {remedy}"
 
 

@@ -130,6 +130,13 @@ def check_sized(dataset: Any) -> None:
     Raises:
         TypeError: if it has not, as a stream of examples.
     """
+    if isinstance(dataset, Mesh):
+        raise TypeError("dataset is a Mesh: the data set comes first, data.batches(dataset, mesh, global_batch=32)")
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "dataset is a DataLoader: pass its data set, loader.dataset, of which each rank loads its own examples; or "
+            "iterate over the loader, and split each batch, mesh.split(batch)"
+        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}, which has no length or no examples by index: load a stream with "

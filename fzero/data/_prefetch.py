@@ -35,6 +35,7 @@ def prefetch(batches: Iterable[_T], mesh: Mesh, ahead: int = 1) -> Iterator[_T]:
 
     Raises:
         ValueError: if `ahead` is below 1.
+        TypeError: if `mesh` is not a mesh.
 
     Example:
         >>> import fzero
@@ -43,6 +44,8 @@ def prefetch(batches: Iterable[_T], mesh: Mesh, ahead: int = 1) -> Iterator[_T]:
         >>> [i for i, batch in prefetch(data.steps(0, 3), mesh)]
         [0, 1, 2]
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: expected a mesh, as in fzero.data.prefetch(batches, mesh)")
     check_int("ahead", ahead, 1, "a number of batches")
     return iter(batches) if mesh.device.type == "cpu" else _copy_ahead(iter(batches), mesh.device, ahead)
 

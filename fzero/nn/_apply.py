@@ -13,7 +13,7 @@ from fzero._torch.levels import is_differentiated
 from fzero._torch.types import NamedTensors
 from fzero.axes import bound_axes, in_lockstep, loss_axes
 from fzero.nn._copy import copy_module, shared_tensors
-from fzero.nn._module_checks import check_one_device, check_tensors, explain_old_function
+from fzero.nn._module_checks import check_one_device, check_order, check_tensors, explain_old_function
 from fzero.nn._module_writes import (
     LeftoverCheck,
     check_leftovers,
@@ -136,6 +136,7 @@ class Apply:
         self, f: Callable[..., Any] | None, params: NamedTensors, buffers: NamedTensors, args: Any, kwargs: Any
     ) -> tuple[Any, NamedTensors]:
         """Run `f` on the module, or by default its forward pass, with these tensors."""
+        check_order(params, buffers, self.param_names, self.buffer_names)
         check_tensors(params, self.param_names, "params", type(self.module).__name__, boxes=bool(self.blocks))
         check_tensors(buffers, self.buffer_names, "buffers", type(self.module).__name__, boxes=bool(self.blocks))
         check_one_device(params, buffers, type(self.module).__name__)

@@ -9,7 +9,7 @@ from fzero._torch.modules import attributes, gradient_hooks, has_backward_hook
 from fzero.nn._module_writes import tensors_in
 from fzero.sharding import is_box
 
-__all__ = ["check_module", "check_one_device", "check_tensors", "explain_old_function"]
+__all__ = ["check_module", "check_one_device", "check_order", "check_tensors", "explain_old_function"]
 
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "SyncBatchNorm"}
@@ -81,6 +81,18 @@ def _check_hooks(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_order(params: Any, buffers: Any, param_names: frozenset[str], buffer_names: frozenset[str]) -> None:
+    """Check that parameters and buffers are not in each other's place.
+
+    Raises:
+        TypeError: if they are.
+    """
+    if not isinstance(params, dict) or not isinstance(buffers, dict) or params.keys() == param_names:
+        return
+    if params.keys() == buffer_names and buffers.keys() == param_names:
+        raise TypeError("params are the buffers, and buffers the parameters: apply(params, buffers, *inputs)")
+
+
 def check_tensors(tensors: object, names: frozenset[str], label: str, kind: str, boxes: bool) -> None:
     """Check that a dict holds tensors of the expected names.
 
@@ -97,7 +109,8 @@ def check_tensors(tensors: object, names: frozenset[str], label: str, kind: str,
     """
     if not isinstance(tensors, dict):
         raise TypeError(
-            f"{label} is a {type(tensors).__name__}: expected a dict of tensors by name, as fzero.nn.functional returns"
+            f"{label} is a {type(tensors).__name__}: expected a dict of tensors by name, as fzero.nn.functional "
+            "returns, in the call apply(params, buffers, *inputs)"
         )
     for name, x in tensors.items():
         if is_box(x) and not boxes:

@@ -11,7 +11,7 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
-from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask
+from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, check_mask_fits
 from fzero.optim._hyperparams import Scalar, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule
@@ -278,6 +278,7 @@ def adafactor(
         check_nonnegative(eps=eps)
 
     def init(params: Params) -> AdafactorState:
+        check_mask_fits(mask, params)
         rows, columns = _zeros(params)
         return AdafactorState(torch.zeros((), dtype=torch.int64, device="cpu"), rows, columns)
 

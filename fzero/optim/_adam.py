@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
-from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask
+from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, check_mask_fits
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import torch_hints
@@ -86,7 +86,10 @@ def adamw(
     check_fraction(b1=b1, b2=b2)
     check_nonnegative(eps=eps, weight_decay=weight_decay)
     policy = moments_of(moments)
-    init = partial(_init, policy=policy)
+
+    def init(params: Params) -> AdamState:
+        check_mask_fits(mask, params)
+        return _init(params, policy)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         """Return the updates and the state after one step of AdamW, by units if its moments have fewer bits."""

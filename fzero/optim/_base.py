@@ -17,6 +17,7 @@ from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.optim._offload_plan import Ratio, offload_params
 from fzero.optim._precision import Precision
 from fzero.optim.checks import check_has_method, check_updates, checks_gradients, checks_params, mark_role
+from fzero.sharding import check_per_leaf
 from fzero.tree import Tree
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "as_optimizer",
     "chain",
     "check_mask",
+    "check_mask_fits",
     "find_state",
     "wrap_optimizers",
 ]
@@ -168,6 +170,16 @@ def check_mask(mask: Mask | None) -> None:
             f"mask is {tree.show(mask)}: expected a tree of bools like the parameters, or a function that makes one: "
             "lambda params: fzero.tree.map(lambda p: p.ndim >= 2, params)"
         )
+
+
+def check_mask_fits(mask: Mask | None, params: Params) -> None:
+    """Check that a mask, if there is one, has the structure of the parameters: on init, before the first update.
+
+    Raises:
+        ValueError: if it has another. The message names the path.
+    """
+    if mask is not None:
+        check_per_leaf(params, mask)
 
 
 def as_optimizer(opt: OptimizerLike) -> Optimizer:

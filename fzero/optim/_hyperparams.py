@@ -60,12 +60,46 @@ def rate_at(rate: Scalar | Schedule, count: torch.Tensor) -> Scalar:
     return rate(count) if callable(rate) else rate
 
 
+# torch's schedulers, and the names that transformers and DeepSpeed have for theirs -> the schedule
+_COSINE, _LINEAR = "optim.warmup_cosine(peak, warmup_steps, total_steps)", "optim.linear(start, end, steps)"
+_FALL = "optim.warmup_linear(peak, warmup_steps, total_steps)"
+_SCHEDULES = {
+    "CosineAnnealingLR": "optim.warmup_cosine(peak, 0, total_steps)",
+    "CosineAnnealingWarmRestarts": "optim.join_schedules of several optim.warmup_cosine(peak, 0, total_steps)",
+    "OneCycleLR": _COSINE,
+    "WarmupCosineLR": _COSINE,
+    "cosine": _COSINE,
+    "LinearLR": _LINEAR,
+    "WarmupLR": _LINEAR,
+    "constant_with_warmup": _LINEAR,
+    "WarmupDecayLR": _FALL,
+    "linear": _FALL,
+    "ConstantLR": "optim.constant(value), or a number",
+    "constant": "optim.constant(value), or a number",
+    "ExponentialLR": "optim.exponential_decay(start, steps, decay_rate)",
+    "StepLR": "optim.exponential_decay(start, steps, decay_rate, staircase=True)",
+    "MultiStepLR": "optim.piecewise_constant(start, {steps: scale})",
+    "SequentialLR": "optim.join_schedules(schedules, boundaries)",
+    "ReduceLROnPlateau": "optim.inject_hyperparams, by which your loop sets the rate",
+}
+
+
 def check_rate(learning_rate: Scalar | Schedule) -> None:
     """Check that a learning rate is a number >= 0 or a schedule.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it is neither, such as a scheduler of torch, or its name. The message names the schedule.
     """
+    kind = learning_rate if isinstance(learning_rate, type) else type(learning_rate)
+    expected = "expected a number >= 0, or a schedule: a function from the number of updates to a rate, such as"
+    if isinstance(learning_rate, torch.optim.Optimizer) or issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        schedule = _SCHEDULES.get(kind.__name__, _COSINE)
+        raise ValueError(
+            f"learning_rate is a {kind.__module__}.{kind.__name__}, which writes rates into an optimizer of torch: "
+            f"{expected} {schedule}"
+        )
+    if isinstance(learning_rate, str) and learning_rate in _SCHEDULES:
+        raise ValueError(f"learning_rate={learning_rate!r}: {expected} {_SCHEDULES[learning_rate]}")
     if not callable(learning_rate):
         check_nonnegative(learning_rate=learning_rate)
 

@@ -7,8 +7,8 @@ import torch
 from fzero import tree
 from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, check_mask
-from fzero.optim._hyperparams import Scalar, check_nonnegative, is_zero
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, check_mask, check_mask_fits
+from fzero.optim._hyperparams import Scalar, check_nonnegative, check_rate, is_zero
 from fzero.optim._schedules import Schedule
 from fzero.sharding import per_leaf
 
@@ -95,9 +95,9 @@ def scale_by_learning_rate(learning_rate: Scalar | Schedule) -> Optimizer:
         >>> chained.update({"w": torch.tensor(2.0)}, ())[0]
         {'w': tensor(-0.2000)}
     """
+    check_rate(learning_rate)
     if callable(learning_rate):
         return scale_by_schedule(lambda count: -learning_rate(count))
-    check_nonnegative(learning_rate=learning_rate)
     return scale(-learning_rate)
 
 
@@ -154,6 +154,10 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Optim
     check_nonnegative(weight_decay=weight_decay)
     check_mask(mask)
 
+    def init(params: Params) -> OptState:
+        check_mask_fits(mask, params)
+        return ()
+
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         if is_zero(weight_decay):
             return grads, state
@@ -162,4 +166,4 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Optim
         decays = tree.map(lambda p: True, params) if mask is None else per_leaf(params, mask)
         return tree.elementwise(lambda g, p, d: (g + weight_decay * d * p).to(g.dtype), grads, params, decays), state
 
-    return Optimizer(lambda params: (), update, exact_on_shards=True)
+    return Optimizer(init, update, exact_on_shards=True)

@@ -243,7 +243,7 @@ class Mesh:
             TypeError: if it is neither a string nor a tuple or list.
         """
         if axis is not None and not isinstance(axis, str | tuple | list):
-            raise TypeError(f"axis={axis!r}: expected the name of an axis of {self!r}, or a tuple of names")
+            raise TypeError(f"axis={tree.show(axis)}: expected the name of an axis of {self!r}, or a tuple of names")
         names = self.axis_names
         if axis is not None:
             names = (axis,) if isinstance(axis, str) else tuple(axis)

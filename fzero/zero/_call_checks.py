@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero._arguments import did_you_mean
 from fzero._notice import warn_once
 from fzero._torch import is_tracing
 from fzero._torch.levels import is_wrapped
@@ -151,7 +152,12 @@ def _check_means(entries: Sequence[Any], mean_axes: Sequence[str], pipeline_axes
 
 
 def check_params(
-    args: Sequence[Any], param_argnums: Sequence[int], stage: int, sharded: bool, rules: LayoutRules
+    args: Sequence[Any],
+    param_argnums: Sequence[int],
+    stage: int,
+    sharded: bool,
+    rules: LayoutRules,
+    keywords: Sequence[str] = (),
 ) -> None:
     """Check that parameters have the stage's layout between steps.
 
@@ -163,6 +169,9 @@ def check_params(
     for i in param_argnums:
         if i >= len(args):
             hint = "" if args else ": a step, fzero.plan and step.plan take the arguments of train_step"
+            if keywords:
+                names = ", ".join(keywords)
+                hint = f", and with {names} by keyword: pass the parameters by position, step({names})"
             raise ValueError(
                 f"param_argnums={tuple(param_argnums)}: the step was called with {len(args)} positional arguments{hint}"
             )
@@ -333,6 +342,7 @@ def explain_error(
         notes += [_batch_text(i, x, simulated) for i, x in enumerate(args) if isinstance(x, PerRank)]
         notes += dtype_notes(str(error), args)
         notes += [note for text, note in _NOTES.items() if text in str(error)]
+        notes += _key_notes(error, args, param_argnums)
     path = error.result_path if isinstance(error, DiffersByRankError) else None
     if path is not None and path.split(".")[0] in [str(i) for i in param_argnums]:
         notes.append(
@@ -360,6 +370,53 @@ _NOTES = {  # part of a message of torch -> how a step does the same
     "Default process group has not been initialized": "Simulated ranks have no process group: fzero.collectives has "
     "the collectives, and fzero.axes.axis_index(axis) is the number of a rank",
 }
+_MOST_KEYS = 6  # of an argument, in a note
+
+
+def _key_notes(error: Exception, args: Sequence[Any], param_argnums: Sequence[int]) -> list[str]:
+    """List notes on an error if a key, or an attribute of a dict, was not found: what the arguments have.
+
+    A key that is near one of an argument gets a note on this argument alone.
+
+    Args:
+        error: the error.
+        args: the positional arguments of the step.
+        param_argnums: the positions of the parameters.
+    """
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if isinstance(error, AttributeError) and type(error.obj) is dict:
+        key = error.name
+    if not isinstance(key, str):
+        return []
+    notes: list[str] = []
+    for i, x in enumerate(args):
+        values = x.value if isinstance(x, PerRank) else x
+        if not isinstance(values, Mapping) or not (i in param_argnums or isinstance(x, PerRank)):
+            continue
+        label = f"Argument {i} (parameters)" if i in param_argnums else f"Argument {i} (batch)"
+        if near := _key_hint(key, values):
+            return [f"{label} {near}"]
+        shown = ", ".join([repr(name) for name in [*values][:_MOST_KEYS]])
+        more = f" and {len(values) - _MOST_KEYS} more" if len(values) > _MOST_KEYS else ""
+        notes.append(f"{label} has the keys {shown}{more}")
+    return notes
+
+
+def _key_hint(key: str, values: Mapping[str, Any]) -> str:
+    """Say what a dict has in place of a key: the same path in nested dicts, a flat name, or a near one; "" if none."""
+    if key in values:  # the error is of an attribute
+        return f"is a dict: read [{key!r}]"
+    paths = tree.flatten_with_paths(values, is_box)[0]
+    if key in paths:
+        return f"is nested: read {''.join([f'[{part!r}]' for part in key.split('.')])}, and not [{key!r}]"
+    flat = [name for name in values if isinstance(name, str) and name.startswith(f"{key}.")]
+    if flat:
+        return f"is a flat dict: read [{flat[0]!r}]"
+    names = dict.fromkeys([*values, *[part for path in paths for part in path.split(".")]])
+    hint = did_you_mean(key, names, "{!r}")
+    return f"has no key {key!r}{hint}" if hint else ""
+
+
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "half": torch.float16,

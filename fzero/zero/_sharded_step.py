@@ -149,7 +149,7 @@ class ShardedStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules, has_batch=self.check is not False)
-        check_params(args, self.param_argnums, self.stage, self.layout.shards_params, self.rules)
+        check_params(args, self.param_argnums, self.stage, self.layout.shards_params, self.rules, [*kwargs])
         args = tuple([tree.map(as_value, x) if i in self.param_argnums else x for i, x in enumerate(args)])
         try:
             return self.program(self.rank_step)(*args, **kwargs)

