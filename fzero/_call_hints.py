@@ -18,10 +18,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _WORDS = {
     "accumulate_grad_batches": ("micro_batches",),
     "accumulation": ("micro_batches",),
+    "auto_wrap_policy": ("units",),
     "axes": ("axis",),
     "axis_name": ("axis",),
+    "communication_data_type": ("reduce",),
     "concat_axis": ("concat_dim",),
+    "fullgraph": ("strict",),
+    "grad_accum_dtype": ("grad",),
     "group": ("axis",),
+    "initial_scale_power": ("initial",),
+    "loss_scale_window": ("growth_interval",),
     "process_group": ("axis",),
     "scatter_dimension": ("dim",),
     "split_axis": ("split_dim",),
@@ -49,8 +55,55 @@ _WORDS = {
 }
 _OPTIMIZER = "the optimizer's: fzero.optim.offload(opt, ratio)"
 _POLICY = "fzero.Precision's: fzero.optim.master_weights(opt, precision), and fzero.value_and_grad(precision=precision)"
+_AXIS = "an axis of the mesh, such as tp of fzero.mesh(dp=2, tp=2)"
+_RATE = "the optimizer's rate: fzero.optim.adamw(fzero.optim.warmup_cosine(peak, warmup_steps, total_steps))"
+_RESULTS = "not needed: a PerRank or a Shard differs by rank, and a plain value does not, which a simulation checks"
+_UNITS = "not needed: units of fzero.shard gather and reduce, and an unused leaf has a zero gradient"
+_REMAT = "fzero.remat(block), or fzero.nn.functional(module, remat=True)"
 _ELSEWHERE = {  # arguments of other libraries that another function of fzero replaces
     "axis_name": "axis=",
+    "activation_checkpointing": _REMAT,
+    "gradient_checkpointing": _REMAT,
+    "autotp_size": _AXIS,
+    "ep_size": _AXIS,
+    "mpu": _AXIS,
+    "tensor_parallel": _AXIS,
+    "tp_size": _AXIS,
+    "auto_wrap_policy": "units= of fzero.shard, such as fzero.sharding.by_size(params, max_numel=10**8)",
+    "stage3_module_granularity_threshold": "units= of fzero.shard: fzero.sharding.by_size(params, min_numel=10**6)",
+    "max_group_size": "units= of fzero.shard: fzero.sharding.by_size(params, max_numel=10**8)",
+    "bf16": _POLICY,
+    "fp16": _POLICY,
+    "communication_data_type": "fzero.Precision's reduce=",
+    "grad_accum_dtype": "fzero.Precision's grad=",
+    "bf16_optimizer_states": 'the optimizer\'s: fzero.optim.adamw(rate, moments="bfloat16")',
+    "zero_quantized_weights": "fzero.Precision's gather=fzero.codecs.int8()",
+    "zero_quantized_gradients": "fzero.Precision's reduce=fzero.codecs.int4()",
+    "enable_fsdp_float8_all_gather": "fzero.Precision's gather=fzero.codecs.float8()",
+    "broadcast_buffers": "fzero.collectives.pmean(buffers), before the step returns them",
+    "bucket_cap_mb": _UNITS,
+    "find_unused_parameters": _UNITS,
+    "gradient_as_bucket_view": _UNITS,
+    "static_graph": _UNITS,
+    "check_rep": _RESULTS,
+    "check_vma": _RESULTS,
+    "in_specs": _RESULTS,
+    "out_specs": _RESULTS,
+    "fsdp_plugin": "stage= of fzero.plugs.accelerate.shard_loop",
+    "hostfile": "torchrun's or srun's: fzero.mesh finds their processes",
+    "hysteresis": "not in fzero: fzero.optim.dynamic_loss_scale halves the scale at each overflow",
+    "initial_scale_power": "fzero.optim.dynamic_loss_scale's initial=",
+    "loss_scale_window": "fzero.optim.dynamic_loss_scale's growth_interval=",
+    "lr_scheduler": _RATE,
+    "scheduler": _RATE,
+    "mics_shard_size": 'over="gpu" of fzero.shard(..., axis=("node", "gpu"))',
+    "zero_hpz_partition_size": 'axis=("dp", "host") of fzero.shard on fzero.mesh(host=-1, dp=8)',
+    "pad_to_multiple_of": "pad= of fzero.data.batches: fzero.data.padding(lengths, global_batch=32)",
+    "gradient_predivide_factor": "not needed: the loss is divided before the sums",
+    "prescale_gradients": "not needed: the loss is divided before the sums",
+    "ratio": _OPTIMIZER,
+    "train_micro_batch_size_per_gpu": "fzero.value_and_grad(loss_fn, micro_batches=4), as fzero.data.batch_plan says",
+    "zero_allow_untested_optimizer": "not needed: fzero.testing.is_exact_on_shards(opt) tests one",
     "config": "the arguments of fzero.shard, fzero.value_and_grad and fzero.jit, as docs/vocabulary.md lists them",
     "cpu_offload": _OPTIMIZER,
     "device_id": "the mesh's: fzero.mesh(dp=4, device=...)",
@@ -150,7 +203,8 @@ def _example_of(documented: Any) -> str:
     source = "\n".join([line[4:] for line in lines if line.startswith((">>> ", "... "))])
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in calls:
-        if name == getattr(call.func, "attr", getattr(call.func, "id", None)):
+        is_whole = all(keyword.arg for keyword in call.keywords)  # without ** of options from elsewhere
+        if is_whole and name == getattr(call.func, "attr", getattr(call.func, "id", None)):
             return " ".join((ast.get_source_segment(source, call) or "").split())
     return ""
 
@@ -173,4 +227,6 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
             nearest.append(f"{name}= is {elsewhere[0]}")
         elif matches:
             nearest.append(f"did you mean {matches[0]}=, not {name}=?")
+        else:
+            nearest.append(f"the arguments are {', '.join([p for p in parameters if p != 'self']) or 'none'}")
     return "; ".join(nearest)

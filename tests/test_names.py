@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import fzero
-from fzero import optim, tree
+from fzero import _call_hints, optim, tree
 from fzero._names import missing_attribute
+from fzero.optim.checks import _torch_hints
 from tests.sources import ROOT, python_files
 
 # the modules with a table, and the classes that answer by it
@@ -112,3 +113,25 @@ def test_the_nearest_name_is_public():
     )
     with pytest.raises(AttributeError, match=r"'Optimizer' object has no attribute 'updates'; did you mean update\?$"):
         getattr(optim.sgd(0.1), "updates")  # noqa: B009
+
+
+# Names of the vocabulary that are methods of values, or need no answer of fzero's.
+UNANSWERED = {"Function", "_flatten", "device", "item", "peft", "py", "set_epoch", "setup_context", "sum"}
+
+
+def names_of_the_vocabulary() -> set[str]:
+    """Collect the names of other libraries in the first column of the vocabulary's table of options."""
+    options = (ROOT / "docs" / "vocabulary.md").read_text().split("## Options")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in options.splitlines() if line.count("|") > 2]
+    codes = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    matches = [re.fullmatch(r"(?:[\w.]*\.)?([A-Za-z_]\w*)(?:\(.*\)|=.*)?", code) for code in codes]
+    return {match[1] for match in matches if match}
+
+
+def test_every_name_of_the_vocabulary_is_answered_or_fzeros_own():
+    hints = {name for table in TABLES.values() for name in table._ELSEWHERE}
+    arguments = {*_call_hints._WORDS, *_torch_hints._EQUIVALENT_ARGUMENTS}
+    modules = [fzero, *[getattr(fzero, name) for name in fzero.__all__]]
+    own = {name for module in modules for name in getattr(module, "__all__", ())}
+    names = names_of_the_vocabulary()
+    assert len(names) > 100 and not names - hints - arguments - own - UNANSWERED

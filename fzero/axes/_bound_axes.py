@@ -66,8 +66,11 @@ def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
 
     Raises:
         ValueError: if an axis is not bound or named twice, or if `None` is ambiguous.
+        TypeError: if `axis` is neither a name nor a tuple of names.
     """
     if axis is not None:
+        if not isinstance(axis, str | tuple | list):
+            raise TypeError(f"axis={axis!r}: expected the name of an axis, or a tuple of names")
         names = (axis,) if isinstance(axis, str) else tuple(axis)
         check_distinct(names)
         return tuple([bound_axis(name) for name in names])

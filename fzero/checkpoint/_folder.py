@@ -251,7 +251,9 @@ class Checkpoints:
         self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]
     ) -> SaveHandle:
         """Begin a save after the last one has ended, since both would use one staging buffer."""
-        check_int("step", step, 0, "the number of the step", maximum=10**_DIGITS - 1)
+        check_int(
+            "step", step, 0, "the number of the step, as in checkpoints.save(step, values)", maximum=10**_DIGITS - 1
+        )
         self.wait()
         if files is self._files:
             self._warn_of_newer(step)

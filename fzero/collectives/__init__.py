@@ -120,6 +120,13 @@ _ELSEWHERE = {  # names of other libraries
     "pswapaxes": "fzero.collectives.all_to_all",
     "axis_index": "fzero.axes.axis_index",
     "axis_size": "fzero.axes.axis_size",
+    "all_to_all_single": "fzero.collectives.all_to_all",
+    "batch_isend_irecv": "fzero.collectives.ppermute",
+    "reduce_scatter_tensor": "fzero.collectives.psum_scatter",
+    "all_gather_into_tensor": "fzero.collectives.all_gather",
+    "pmax": "fzero.collectives.all_gather, and then amax over the ranks",
+    "pmin": "fzero.collectives.all_gather, and then amin over the ranks",
+    "pcast": "not needed: only results of a program are varying, in a PerRank",
     "barrier": "not needed: a collective waits for its ranks",
 }
 

@@ -193,6 +193,8 @@ class Batches:
 
     def __getitem__(self, i: int) -> PerRank:
         """Load batch i."""
+        if not is_int(i):
+            raise TypeError(f"batch {i!r}: expected the number of a batch, an int of 0 or more")
         if i < 0:
             raise IndexError(f"batch {i}: batch numbers are 0 or more, without end")
         return next(batch for _, batch in self.steps(i, i + 1))

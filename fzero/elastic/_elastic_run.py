@@ -22,7 +22,7 @@ from fzero._arguments import check_callable, check_int, check_path
 from fzero._liveness import LostRankError, current_heartbeat
 from fzero._notice import warn_once
 from fzero._torch.types import StrPath
-from fzero._tracebacks import api_boundary
+from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import AxisName
 from fzero.checkpoint import Checkpoints, checkpoints
 from fzero.data import BatchPlan, batch_plan
@@ -144,7 +144,7 @@ class ElasticRun:
             self._in_memory.clear_memory()
 
 
-@api_boundary
+@api_boundary_with('for example, fzero.elastic.run(train, "runs/gpt", steps=1000, global_batch=64, dp=-1)')
 def run(
     train: Callable[[ElasticRun], _T],
     root: StrPath,

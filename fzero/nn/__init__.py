@@ -37,5 +37,16 @@ INTERNAL = [
     "repeated_blocks",
 ]
 
+_ELSEWHERE = {  # names of torch.nn, flax and others
+    "Module": "torch.nn.Module, which fzero.nn.functional takes apart",
+    "Linear": "torch.nn.Linear, which fzero.nn.functional takes apart",
+    "functional_call": "fzero.nn.functional",
+    "make_functional": "fzero.nn.functional",
+    "checkpoint": "fzero.remat(fn), or fzero.nn.functional(module, remat=True)",
+    "init": "fzero.nn.initializer(module)",
+    "TiledMLP": "fzero.nn.tiled",
+    "LigerFusedLinearCrossEntropyLoss": "fzero.nn.linear_cross_entropy",
+}
+
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__)
+    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)

@@ -28,7 +28,10 @@ def check_module(module: object, is_copied: bool = True) -> None:
             attribute holds a computed tensor.
     """
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
+        call = ""
+        if isinstance(module, type) and issubclass(module, torch.nn.Module):
+            call = f"; call the class, fzero.nn.functional({module.__name__}(...))"
+        raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module{call}")
     for name, m in module.named_modules():
         _check_kind(name, m)
         _check_backward_hook(name, m)

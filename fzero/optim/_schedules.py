@@ -32,8 +32,7 @@ def constant(value: float) -> Schedule:
         >>> constant(0.1)(torch.tensor(7))
         tensor(0.1000, dtype=torch.float64)
     """
-    if isinstance(value, bool) or not isinstance(value, Real | torch.Tensor):
-        raise ValueError(f"value={value!r}: expected a number")
+    _check_numbers(value=value)
     return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
 
 
@@ -56,6 +55,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
         >>> [schedule(torch.tensor(t)).item() for t in (0, 1, 4, 9)]
         [1.0, 0.75, 0.0, 0.0]
     """
+    _check_numbers(start=start, end=end)
     _check_steps(steps=steps)
     return lambda count: start + (end - start) * (count.to(torch.float64) / steps).clamp(0, 1)
 
@@ -109,6 +109,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
 def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) -> Schedule:
     """Rise linearly to `peak`, then follow `fall`, which maps progress from 0 to 1 to a rate."""
+    _check_numbers(peak=peak, warmup_steps=warmup_steps, total_steps=total_steps)
     if 0 < warmup_steps < 1:
         order = "the order of the arguments is peak, warmup_steps, total_steps"
         raise ValueError(f"warmup_steps={warmup_steps!r}: expected a number of steps; {order}")
@@ -221,7 +222,15 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     return schedule
 
 
+def _check_numbers(**values: object) -> None:
+    """Check that the arguments of a schedule are numbers, which torch would else refuse at the first update."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real | torch.Tensor):
+            raise ValueError(f"{name}={value!r}: expected a number")
+
+
 def _check_steps(**steps: float) -> None:
+    _check_numbers(**steps)
     for name, value in steps.items():
         if not value > 0:
             raise ValueError(f"{name}={value!r}: expected a positive number of updates")

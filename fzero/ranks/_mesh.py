@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero import tree
-from fzero._arguments import check_callable, check_choice
+from fzero._arguments import check_callable, check_choice, did_you_mean
 from fzero._names import missing_members
 from fzero._notice import trouble_link
 from fzero._torch import group_of
@@ -252,7 +252,8 @@ class Mesh:
             raise ValueError(f"axis={axis!r} names no axis of {self!r}: {advice}")
         for name in names:
             if name not in self.axis_names:
-                raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}")
+                hint = did_you_mean(name, self.axis_names)
+                raise ValueError(f"axis={axis!r}: {name!r} is not an axis of {self!r}{hint}")
         check_distinct(names)
         return names
 

@@ -49,6 +49,8 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: 
             raise TypeError(f"{name}={size!r}: did you mean {typos[0]}=? An axis needs a name that is less like it")
         if not is_int(size):
             hint = did_you_mean(name, arguments, "{}=")
+            if isinstance(size, tuple | list):
+                hint = "; each axis has a name of its own, fzero.mesh(dp=2, tp=2)"
             raise TypeError(
                 f"{name}={size!r}: expected an int, the number of ranks of an axis, such as fzero.mesh(dp=2){hint}"
             )

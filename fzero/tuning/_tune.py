@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fzero._arguments import check_callable, check_choice, check_int
 from fzero._format import format_bytes, format_seconds
 from fzero._report import FigureReport
-from fzero._tracebacks import api_boundary
+from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.tuning import _table_views
 from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
 from fzero.tuning._search_space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_search_space
@@ -289,7 +289,7 @@ def _record(row: TableRow, budget: float, select: _SettingsFilter) -> dict[str, 
 _MARGIN = 0.07  # the share of a GPU's memory for its context, the communication library's buffers, and fragmentation
 
 
-@api_boundary
+@api_boundary_with('for example, fzero.tune(make_step, world_size=8, global_batch=64, machine="h100")')
 def tune(
     make_step: MakeStep,
     *,

@@ -63,6 +63,8 @@ _ELSEWHERE = {  # names of DeepSpeed's engine, of FSDP's modules and of Accelera
     "reshard": "step.partition(params)",
     "no_sync": "fzero.value_and_grad(loss_fn, micro_batches=4)",
     "set_requires_gradient_sync": "fzero.value_and_grad(loss_fn, micro_batches=4)",
+    "set_reduce_scatter_divide_factor": 'fzero.value_and_grad(loss_fn, reduce="sum"), and your own division',
+    "set_gradient_divide_factor": 'fzero.value_and_grad(loss_fn, reduce="sum"), and your own division',
     "state_dict": "step.gather(params) for full tensors; fzero.save(path, values, mesh) saves them in any layout",
     "load_state_dict": "step.partition(params) of full tensors, or fzero.load(path, like, mesh) of a checkpoint",
     "save_checkpoint": "fzero.save(path, values, mesh)",

@@ -129,6 +129,61 @@ ROWS: dict[str, Row] = {
         TypeError,
         r"mesh is a list: expected a mesh, as in fzero\.data\.prefetch\(batches, mesh\)$",
     ),
+    "an optimizer in the place of parameters": (
+        lambda: optim.apply_updates(OPT, PLAIN.params),
+        TypeError,
+        r"apply_updates was given an optimizer as params: optim\.apply_updates\(params, updates\)",
+    ),
+    "masks before optimizers": (
+        lambda: optim.by_group((lambda params: params, OPT)),  # pyright: ignore
+        TypeError,
+        r"an optimizer is in the place of a mask: expected pairs \(opt, mask\), in this order$",
+    ),
+    "a tree before the step of a checkpoint": (
+        lambda: fzero.checkpoint.checkpoints("/nowhere").save({"w": X}, 3),  # pyright: ignore
+        ValueError,
+        r"expected the number of the step, as in checkpoints\.save\(step, values\), an int from 0",
+    ),
+    "a class in place of a module": (
+        lambda: fzero.nn.functional(torch.nn.Linear),  # pyright: ignore
+        TypeError,
+        r"module is a type: expected a torch\.nn\.Module; call the class, fzero\.nn\.functional\(Linear\(\.\.\.\)\)$",
+    ),
+    "a reduction in the place of an axis": (
+        lambda: fzero.collectives.psum(X, torch.distributed.ReduceOp.SUM),  # pyright: ignore
+        TypeError,
+        r"axis=.*: expected the name of an axis, or a tuple of names$",
+    ),
+    "the shape of a mesh": (
+        lambda: fzero.mesh(shape=(2, 2)),  # pyright: ignore
+        TypeError,
+        r"shape=\(2, 2\): expected an int, .*; each axis has a name of its own, fzero\.mesh\(dp=2, tp=2\)$",
+    ),
+    "a misspelt axis of a step": (
+        lambda: fzero.shard(lambda *args: args, 3, TWO, axis="dpp"),
+        ValueError,
+        r"'dpp' is not an axis of Mesh\(dp=2, simulated\); did you mean \"dp\"\?$",
+    ),
+    "a name as the number of a batch": (
+        lambda: data.batches([1, 2], TWO, global_batch=2)["a"],  # pyright: ignore
+        TypeError,
+        r"batch 'a': expected the number of a batch, an int of 0 or more$",
+    ),
+    "the text of a number as the peak": (
+        lambda: optim.warmup_cosine("1e-3", 10, 100),  # pyright: ignore
+        ValueError,
+        r"peak='1e-3': expected a number$",
+    ),
+    "the text of a number as steps": (
+        lambda: optim.linear(0.0, 1.0, steps="10"),  # pyright: ignore
+        ValueError,
+        r"steps='10': expected a number$",
+    ),
+    "the text of a number as the end of a schedule": (
+        lambda: optim.linear(0.0, "1", steps=10),  # pyright: ignore
+        ValueError,
+        r"end='1': expected a number$",
+    ),
     "an axis before the batch": (
         lambda: TWO.split("dp", X),  # pyright: ignore
         TypeError,

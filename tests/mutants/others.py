@@ -25,7 +25,7 @@ MUTANTS = [
         ),
     ),
     *File("_call_hints.py", ("tests/errors/test_calls.py", "tests/test_tracebacks.py")).faults(
-        Fault("another library's argument is answered with the nearest", "_nearest", bare("A or B")),
+        Fault("another library's argument is answered with the nearest", "_nearest", bare("A or B", at="1 of 2")),
         Fault("an error within a function gets the hints of a wrong call", "_failed_at_call", never("A is code")),
         Fault(
             "a misspelled name gets no suggestion",

@@ -132,6 +132,7 @@ def check_updates(params: Tree, updates: Tree) -> None:
 
     Raises:
         ValueError: if they differ, the message names the first path; or if the arguments are other trees of the step.
+        TypeError: if the parameters are an optimizer.
     """
     order = "optim.apply_updates(params, updates), with updates, opt_state = " + _ORDER
     if (role := role_of(params)) in ("gradients", "updates"):
@@ -141,6 +142,8 @@ def check_updates(params: Tree, updates: Tree) -> None:
             f"apply_updates was given gradients as updates, and adding them would raise the loss: {order}; to add them "
             "on purpose, fzero.tree.map(torch.add, params, grads)"
         )
+    if hasattr(params, "update") and hasattr(params, "init"):
+        raise TypeError(f"apply_updates was given an optimizer as params: {order}")
     if isinstance(updates, tuple) and not isinstance(params, tuple):
         raise ValueError(f"apply_updates was given a tuple of {len(updates)} as updates: {order}")
     mismatch = _first_of_another_shape(params, updates)
