@@ -200,9 +200,6 @@ def is_exact_on_shards(opt: OptimizerLike, steps: int = 3) -> bool:
     return all(torch.allclose(sharded[k], full[k], rtol=1e-9, atol=1e-12) for k in full)
 
 
-# Hypothesis strategies.
-
-
 class _Pair(NamedTuple):
     first: Any
     second: Any

@@ -7,7 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import tree
-from fzero.sharding._boxes import Shard, is_box, spaces
+from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._pieces import spaces
 
 DOWN, UP = torch.ops.fzero.to_host.default, torch.ops.fzero.to_device.default
 

@@ -19,13 +19,11 @@ from fzero._torch.accelerator import (
 )
 from fzero._torch.attention import partial_attention, partial_attention_grad
 from fzero._torch.bits import view_bits
-from fzero._torch.compiler import (
+from fzero._torch.compiler import have_equal_strides, inductor, inductor_for_lengths
+from fzero._torch.compiler_process import (
     TensorMetadata,
     compile_threads,
-    have_equal_strides,
-    inductor,
     inductor_folder,
-    inductor_for_lengths,
     pickle_graphs,
     start_cpu_probe,
     start_import,
@@ -38,7 +36,12 @@ from fzero._torch.device_graph import DeviceGraph, can_record, copy_together, ha
 from fzero._torch.flops import flop_formulas, with_query_heads
 from fzero._torch.foreach import apply_to_groups, can_group
 from fzero._torch.graphs import copy_nodes
-from fzero._torch.levels import (
+from fzero._torch.memory import Buffer, buffers_of, count_holders, in_buffers, storage_id, view_of
+from fzero._torch.on_import import allow_in_graph, assume_constant_result, register_flop_formula
+from fzero._torch.process_groups import c10d, default_store, group_of
+from fzero._torch.pytrees import children_without_names, pytree, register_box
+from fzero._torch.recorder import OneNode
+from fzero._torch.running_transforms import (
     in_transform,
     is_old_function_error,
     is_profiling,
@@ -47,11 +50,6 @@ from fzero._torch.levels import (
     raise_priority,
     without_function_modes,
 )
-from fzero._torch.memory import Buffer, buffers_of, count_holders, in_buffers, storage_id, view_of
-from fzero._torch.on_import import allow_in_graph, assume_constant_result, register_flop_formula
-from fzero._torch.process_groups import c10d, default_store, group_of
-from fzero._torch.pytrees import children_without_names, pytree, register_box
-from fzero._torch.recorder import OneNode
 from fzero._torch.scaled_mm import scaled_mm
 from fzero._torch.tracing import (
     TRACING,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero._torch.levels import is_tracing
+from fzero._torch.running_transforms import is_tracing
 
 __all__ = [
     "autocast_kinds",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-from fzero._torch.levels import is_profiling
+from fzero._torch.running_transforms import is_profiling
 
 __all__ = ["Allocations", "allocations"]
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fzero._torch.compiler import pad_constant
-from fzero._torch.levels import set_deciding
 from fzero._torch.recorder import DEVICE_OF, REPLACEMENTS, user_line
+from fzero._torch.running_transforms import set_deciding
 from fzero._torch.tracing import set_compiling
 
 if TYPE_CHECKING:

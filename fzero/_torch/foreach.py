@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fzero._torch.accelerator import is_accelerator
-from fzero._torch.levels import in_transform
+from fzero._torch.running_transforms import in_transform
 
 __all__ = ["apply_to_groups", "can_group"]
 

@@ -25,8 +25,8 @@ from torch.fx.traceback import annotate, get_current_meta
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from fzero._torch.levels import is_deciding
 from fzero._torch.memory import storage_id
+from fzero._torch.running_transforms import is_deciding
 from fzero._torch.stand_ins import StandInCache, alias_of
 
 __all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "Stacks", "is_fzero_code", "is_user_code", "user_line"]

@@ -32,8 +32,8 @@ from fzero.axes._lockstep_run import (
     RankStatus,
     describe,
     group_of,
-    process_threads,
 )
+from fzero.axes._rank_threads import process_threads
 from fzero.axes._scope import Axis
 
 __all__ = ["DivergedError", "are_equal", "in_lockstep", "is_lockstep", "receive", "rendezvous", "run", "send"]
@@ -199,9 +199,6 @@ def _ranks_at(shape: Sequence[tuple[str, int]], fixed: dict[int, int]) -> list[i
             rank = rank * size + c
         ranks.append(rank)
     return ranks
-
-
-# Messages from one rank to another.
 
 
 def send(group: str, rank: int, to: int, tag: int, x: torch.Tensor) -> None:

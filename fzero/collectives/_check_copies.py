@@ -120,9 +120,6 @@ class DeferredCheck:
         _check(sources, self.axis, self.invariant_loss, self.leaves)
 
 
-# Types, read from the autograd graph.
-
-
 def _row_over(node: Any, axis: str) -> LinearMap | None:
     """Return the row of a node that is a collective over an axis; None for other nodes."""
     call = row_of(node)

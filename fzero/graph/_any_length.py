@@ -7,189 +7,30 @@ which three lengths determine. A length that changes the outcome of a decision i
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
 
 from fzero import _torch
-from fzero._torch import memory_like, stand_in_at, storage_id
 from fzero.graph._candidates import Candidate
 from fzero.graph._collector import pause_collector
 from fzero.graph._entry import Entry, JitOptions
+from fzero.graph._length_formula import SAMPLES, LengthFormula, fit_formula, graph_structure
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
-from fzero.graph._polynomials import Polynomial, Sample, Shapes, fit_all, integers_in, map_integers, shapes_of
+from fzero.graph._polynomials import Shapes, shapes_of
 from fzero.graph._trace_agreement import gather_values
-from fzero.graph.ir import COMPILED, FUSED, LATE, copy_graph, is_input, stand_ins_of
-from fzero.graph.loop._loop import loop_of, set_body
+from fzero.graph.ir import is_input, stand_ins_of
 from fzero.graph.loop._loop_marks import record_loops
 from fzero.graph.planning._clocks import estimate_seconds
 from fzero.graph.planning._live_ranges import peak_bytes
-from fzero.graph.trace._call_arguments import Arguments, Key, flatten_arguments
+from fzero.graph.trace._call_arguments import Arguments, flatten_arguments
+from fzero.graph.trace._call_key import Key
 from fzero.ranks import Mesh
 
 __all__ = ["AnyLength", "differ_in_sizes"]
-
-# Formula: a scheduled graph for all batch lengths, derived from the graphs of a few.
-#
-# Graphs that differ only in integers become one graph, whose integers are polynomials of the length.
-
-
-_SAMPLES = 3  # three points determine a polynomial of degree 2
-
-
-class _Numbers(NamedTuple):
-    """The integers of a graph and of its loop bodies.
-
-    Attributes:
-        arguments: the integers in the arguments of nodes.
-        geometries: the shape, strides and offset of each value.
-        memory: the bytes of each storage, in the order of the storages' first values.
-    """
-
-    arguments: tuple[Any, ...]
-    geometries: tuple[Any, ...]
-    memory: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Formula:
-    """A scheduled graph for all lengths.
-
-    Attributes:
-        graph: the graph at one length.
-        numbers: polynomials in place of the graph's integers.
-    """
-
-    graph: Graph
-    numbers: _Numbers
-
-    def at(self, length: int) -> Graph:
-        """Return the graph at a length. A value keeps its stand-in unless its storage depends on the length."""
-        return _rewrite(self.graph, iter(_at(self.numbers.arguments, length)), self._values_at(length))
-
-    def _values_at(self, length: int) -> dict[int, torch.Tensor]:
-        """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
-        storage_ids = [storage_id(x) for x in _values_in(self.graph)]
-        sizes = dict(zip(dict.fromkeys(storage_ids), _at(self.numbers.memory, length), strict=True))
-        each = list(zip(_values_in(self.graph), storage_ids, _at(self.numbers.geometries, length), strict=True))
-        changed = {k for x, k, new in each if new != _geometry(x) or sizes[k] != x.untyped_storage().nbytes()}
-        storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
-        return {id(x): stand_in_at(x, storages[k], new) for x, k, new in each if k in changed}
-
-
-def _fit_formula(graphs: Sequence[tuple[int, Graph]]) -> _Formula | None:
-    """Fit a formula to graphs of one structure at three lengths or more; None if an integer is not a polynomial."""
-    assert len(graphs) >= _SAMPLES
-    numbers = [_numbers(graph) for _, graph in graphs]
-    fits = [
-        fit_all([Sample(length, _flat(x)) for (length, _), x in zip(graphs, field, strict=True)])
-        for field in zip(*numbers, strict=True)
-    ]
-    if any(x is None for x in fits):
-        return None
-    arguments, geometry, memory = [iter(x or ()) for x in fits]
-    geometries = tuple([tuple([next(geometry) for _ in x]) for x in numbers[0].geometries])
-    return _Formula(graphs[0][1], _Numbers(tuple(arguments), geometries, tuple(memory)))
-
-
-def _flat(field: Sequence[Any]) -> tuple[int, ...]:
-    return tuple([i for x in field for i in (x if isinstance(x, tuple) else (x,))])
-
-
-def _at(field: Sequence[Any], length: int) -> list[Any]:
-    return [x.at(length) if isinstance(x, Polynomial) else tuple([p.at(length) for p in x]) for x in field]
-
-
-def _graph_structure(graph: Graph) -> Hashable:
-    """Describe a graph without its integers."""
-    return _structure(graph, {})
-
-
-def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
-    index = {n: i for i, n in enumerate(graph.nodes)}
-
-    def line(n: Node) -> Hashable:
-        args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
-        storages = [memory.setdefault(storage_id(x), len(memory)) for x in stand_ins_of(n)]
-        values = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
-        return n.name, _target(n, memory), args, values, _metadata(n)
-
-    return tuple([line(n) for n in graph.nodes])
-
-
-def _target(node: Node, memory: dict[int, int]) -> Hashable:
-    loop = loop_of(node)
-    if loop is None:
-        return node.target
-    return (
-        loop.iterations,
-        loop.slices,
-        loop.sum_count,
-        loop.carried_count,
-        loop.rank_schedule,
-        _structure(loop.body, memory),
-    )
-
-
-def _metadata(node: Node) -> Hashable:
-    """Describe the metadata of a node that the plan and the executors read, besides its value."""
-    carried = node.meta.get("carried")
-    shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in stand_ins_of(carried)])
-    names = ("unit", "label", "kind", "block", "space", "own_part", LATE, FUSED, COMPILED)
-    return tuple([node.meta.get(name) for name in names]), shapes
-
-
-# The integers of a graph, always in one order.
-
-
-def _nodes_in(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes of a graph; the nodes of a loop's body follow the loop's node."""
-    for n in graph.nodes:
-        yield n
-        if loop := loop_of(n):
-            yield from _nodes_in(loop.body)
-
-
-def _values_in(graph: Graph) -> Iterator[torch.Tensor]:
-    """Yield the values of `_nodes_in`."""
-    for n in _nodes_in(graph):
-        yield from stand_ins_of(n)
-
-
-def _numbers(graph: Graph) -> _Numbers:
-    tensors = list(_values_in(graph))
-    arguments = [i for n in _nodes_in(graph) for i in integers_in((n.args, n.kwargs))]
-    memory = {storage_id(x): x.untyped_storage().nbytes() for x in tensors}
-    return _Numbers(tuple(arguments), tuple([_geometry(x) for x in tensors]), tuple(memory.values()))
-
-
-def _geometry(x: torch.Tensor) -> tuple[int, ...]:
-    return (*x.shape, *x.stride(), int(x.storage_offset()))
-
-
-def _rewrite(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
-    """Copy a graph with other integers and values."""
-    graph = copy_graph(graph)
-    for n in graph.nodes:
-        n.meta.pop("flops", None)
-        if "val" in n.meta:
-            val = n.meta["val"]
-            is_sequence = isinstance(val, list | tuple)
-            n.meta["val"] = (
-                type(val)([replacements.get(id(x), x) for x in val]) if is_sequence else replacements.get(id(val), val)
-            )
-        before = integers_in((n.args, n.kwargs))
-        now = [next(arguments) for _ in before]
-        if now != before:
-            again = iter(now)
-            n.args, n.kwargs = map_integers((n.args, n.kwargs), lambda _, again=again: next(again))
-        if loop := loop_of(n):
-            set_body(n, _rewrite(loop.body, arguments, replacements))
-    return graph
 
 
 _MAX_TRACES = 8  # traces; three of them must have the same structure
@@ -211,7 +52,7 @@ class _TracedCall:
         """The schedule without its integers. It may differ by length, since passes treat small values otherwise."""
         e = self.entry
         donation = tuple(e.overwrites.items()), tuple(e.donation_notes.items()), tuple(e.reused_tensors)
-        return _graph_structure(e.best.graph), donation, tuple(e.passthrough), e.structure
+        return graph_structure(e.best.graph), donation, tuple(e.passthrough), e.structure
 
 
 @dataclass
@@ -227,7 +68,7 @@ class AnyLength:
     """
 
     traced: list[_TracedCall] = field(default_factory=list)
-    formula: _Formula | None = None
+    formula: LengthFormula | None = None
     sample_entry: Entry | None = None
     holds: Callable[[int], bool] = field(default=lambda length: False)
     is_known: bool = False
@@ -248,7 +89,7 @@ class AnyLength:
         if self.is_known or length in [call.length for call in self.traced]:
             return
         self.traced.append(_TracedCall(length, key, entry))
-        if len(self.traced) >= _SAMPLES:
+        if len(self.traced) >= SAMPLES:
             self._find(options, arguments)
 
     def entry(self, options: JitOptions, length: int, arguments: Arguments) -> Entry | None:
@@ -281,7 +122,7 @@ class AnyLength:
 
     def _find(self, options: JitOptions, arguments: Arguments) -> None:
         """Find the formula and the lengths for which it holds; keep them if all ranks find one."""
-        result: tuple[_Formula, Callable[[int], bool], Entry] | None = None
+        result: tuple[LengthFormula, Callable[[int], bool], Entry] | None = None
         groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
         try:
             result, reason = _formula_and_lengths(max(groups, key=len), options, arguments), ""
@@ -307,7 +148,7 @@ class AnyLength:
 
 def _formula_and_lengths(
     alike: Sequence[_TracedCall], options: JitOptions, arguments: Arguments
-) -> tuple[_Formula, Callable[[int], bool], Entry] | None:
+) -> tuple[LengthFormula, Callable[[int], bool], Entry] | None:
     """Return a formula, a function that says whether it holds for a length, and an entry of one length.
 
     Returns:
@@ -318,11 +159,11 @@ def _formula_and_lengths(
     """
     # the latest: all earlier ones may take another branch
     sample = next((x for x in reversed(alike) if x.length > 1), None)
-    if len(alike) < _SAMPLES or sample is None:
+    if len(alike) < SAMPLES or sample is None:
         return None
     holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)
     alike = [x for x in alike if holds(x.length)]
-    return (_formula(alike), holds, sample.entry) if len(alike) >= _SAMPLES else None
+    return (_formula(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:
@@ -335,11 +176,11 @@ def differ_in_sizes(key: Key, other: Key) -> bool:
     return rest(key) == rest(other)
 
 
-def _formula(traced: Sequence[_TracedCall]) -> _Formula:
+def _formula(traced: Sequence[_TracedCall]) -> LengthFormula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
-    formula = _fit_formula([(x.length, x.entry.best.graph) for x in traced])
+    formula = fit_formula([(x.length, x.entry.best.graph) for x in traced])
     if formula is None:
         raise _torch.FixedSizeError("an integer in its graph is not a polynomial of the length")
     return formula

@@ -24,7 +24,8 @@ from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._plan import Plan, PlanSettings
 from fzero.graph.run._backends import BACKENDS
 from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._call_arguments import Arguments, Key, call_key, flatten_arguments, recompilation_reason
+from fzero.graph.trace._call_arguments import Arguments, flatten_arguments
+from fzero.graph.trace._call_key import Key, call_key, recompilation_reason
 from fzero.graph.trace._python_state import refuse_python_state
 
 __all__ = ["Jitted", "jit"]

@@ -35,7 +35,7 @@ from fzero.graph.passes import (
     send_early,
     slice_of_gather,
 )
-from fzero.graph.passes._schedule import Orders
+from fzero.graph.passes.scheduling import Orders
 from fzero.graph.planning._hardware import Hardware
 from fzero.graph.planning._live_ranges import device_live_bytes, iteration_peak_bytes
 from fzero.graph.planning._plan import PlanSettings

@@ -136,9 +136,6 @@ class OuterStep:
         return replicate(narrow) if self.step.layout.shards_within_step else narrow
 
 
-# Master weights: where an inner optimizer's state holds parameters in full precision.
-
-
 def _is_master_state(x: Any) -> bool:
     return isinstance(x, MasterState)
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._torch import wait_for_device
+from fzero._torch.call_site import current_call_site
 from fzero._torch.recorder import Stacks
-from fzero._torch.watched import WatchedOperation, current_call_site, record_node_lines, watch_operations
+from fzero._torch.watched import WatchedOperation, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
 __all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "record_spans"]

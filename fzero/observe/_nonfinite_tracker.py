@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero._format import format_tensor
+from fzero._torch.call_site import current_call_site
 from fzero._torch.memory import Memory, is_real, memory_of
-from fzero._torch.watched import WatchedOperation, current_call_site
+from fzero._torch.watched import WatchedOperation
 from fzero.axes import bound_axes
 from fzero.observe._value_graph import Edge, NonFiniteResult, NonFiniteValue, ValueGraph, ValueOrigin
 

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
-from fzero.optim._adafactor import AdafactorState, adafactor
 from fzero.optim._adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim._averages import EmaState, ema, params_ema
 from fzero.optim._base import (
@@ -27,7 +26,6 @@ from fzero.optim._links import (
     scale_by_schedule,
     set_to_zero,
 )
-from fzero.optim._muon import MuonState, muon
 from fzero.optim._norms import leaf_norms
 from fzero.optim._one_moment import AdagradState, LionState, SgdState, adagrad, lion, scale_by_lion, sgd
 from fzero.optim._precision import Precision
@@ -52,6 +50,7 @@ from fzero.optim.checks import (
     watch_roles,
 )
 from fzero.optim.clipping import clip, clip_by_block_rms, clip_by_expert, clip_by_global_norm
+from fzero.optim.matrices import AdafactorState, MuonState, adafactor, muon
 from fzero.optim.moments import EightBit, Moments, SixteenBit
 from fzero.optim.wrappers import (
     DelayedState,

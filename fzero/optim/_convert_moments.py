@@ -8,8 +8,8 @@ from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._adam import AdamState
 from fzero.optim._base import OptState
-from fzero.optim._muon import MuonState
 from fzero.optim._one_moment import LionState
+from fzero.optim.matrices import MuonState
 from fzero.optim.moments import elements_of, kind_of, map_moments
 from fzero.sharding import is_box
 from fzero.tree import Tree

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fzero._torch.levels import without_function_modes
+from fzero._torch.running_transforms import without_function_modes
 
 __all__ = ["guard"]
 

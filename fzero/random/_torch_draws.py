@@ -36,8 +36,6 @@ __all__ = [
 
 # Each function takes `draw`, which returns the key of the next draw, and then the arguments of torch's function. It
 # returns NotImplemented to leave a call to torch.
-
-
 _Draw = Callable[[], torch.Tensor]
 
 

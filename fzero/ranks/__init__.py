@@ -11,15 +11,13 @@ from fzero.ranks._agreement import (
     checksum,
     gather_texts,
 )
-from fzero.ranks._launch import TIMEOUT, MissingRankError, World, connect_store, find_world
+from fzero.ranks._launch import TIMEOUT, World, connect_store, find_world
 from fzero.ranks._mesh import Mesh, device_put, is_leader, mesh
 from fzero.ranks._mesh_shape import check_axes, index_along
+from fzero.ranks._rendezvous import MissingRankError
 from fzero.ranks._spmd import Spmd
 
-__all__ = [
-    "Mesh",
-    "mesh",
-]
+__all__ = ["Mesh", "mesh"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [

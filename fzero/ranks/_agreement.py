@@ -12,21 +12,12 @@ from fzero import tree
 from fzero._notice import trouble_link
 from fzero._torch import default_store
 from fzero.axes import DiffersByRankError
-from fzero.ranks._launch import MissingRankError
 from fzero.ranks._mesh import Mesh
+from fzero.ranks._rendezvous import MissingRankError
 from fzero.ranks._split_sources import source_of
 from fzero.sharding import PerRank, axes_of, is_box, slice_elements
 
-__all__ = [
-    "all_gather_numbers",
-    "all_gather_texts",
-    "check_equal",
-    "check_same_structure",
-    "checksum",
-    "gather_texts",
-]
-
-# Texts from rank to rank, through the store of the process group.
+__all__ = ["all_gather_numbers", "all_gather_texts", "check_equal", "check_same_structure", "checksum", "gather_texts"]
 
 
 _TEXT_SECONDS = 300.0  # how long a rank waits for another rank's text

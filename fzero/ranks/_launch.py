@@ -3,16 +3,11 @@
 fzero launches nothing. `docs/launch.md` describes how to launch with torchrun and srun.
 """
 
-import contextlib
 import datetime
-import logging
 import os
 import re
-import secrets
-import threading
 import time
-from concurrent.futures import Future, TimeoutError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,170 +22,9 @@ from torch.distributed import (
 from fzero._liveness import HeartbeatClient, current_heartbeat, register_heartbeat, start_heartbeat
 from fzero._notice import trouble_link
 from fzero._torch import default_store
+from fzero.ranks._rendezvous import MissingRankError, rendezvous, store_patience
 
-__all__ = [
-    "TIMEOUT",
-    "MissingRankError",
-    "World",
-    "check_timeout",
-    "connect_store",
-    "find_device",
-    "find_world",
-    "join",
-]
-
-# Rendezvous: the processes of a world find each other in a store that may hold keys of dead processes.
-#
-# torchrun's agent keeps one store for all generations of its workers, so a key may belong to an earlier generation.
-# Therefore each rank sends a hello with a fresh random number, and rank 0 answers with the world's own random number.
-# Only a living rank 0 can answer a new number. Restart counts do not work: ranks can disagree on them (pytorch#135712).
-
-
-_POLL = 0.01  # seconds between two polls of rank 0
-_PATIENCE = 50.0  # seconds in which nobody comes, after which the others give up; a sixth of a longer timeout
-_EARLY = 6  # after this part of it the log says which ranks have not come
-_SIGNS = 10  # signs of life that rank 0 gives in that time
-_NOT_HERE = "%s did not come to the first mesh within %.0f s; this rank gives up %.0f s after the last one has come"
-_log = logging.getLogger("fzero")
-
-
-class MissingRankError(RuntimeError):
-    """A rank did not come to the rendezvous in time, or did not send a text.
-
-    Attributes:
-        rank: the rank; None at the rendezvous, where the message names it.
-        seconds: how long this rank waited for it; 0 at the rendezvous.
-    """
-
-    def __init__(self, message: str, rank: int | None = None, seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.rank, self.seconds = rank, seconds
-
-
-def _rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
-    """Wait for all ranks in a store, and agree with them on a prefix that no other world has.
-
-    Args:
-        store: a `torch.distributed.Store`, which may hold keys of earlier worlds.
-        rank: this process's rank.
-        size: the number of ranks.
-        timeout: how long rank 0 waits for the other ranks at most, in seconds. All give up sooner if nobody comes:
-            `_patience` says when.
-
-    Returns:
-        The prefix, the same on all ranks.
-
-    Raises:
-        MissingRankError: on every rank that arrived, if a rank did not in time. The message names the absent rank.
-        DistNetworkError: if the connection to the store is lost.
-    """
-    if rank == 0:
-        return _as_rank_0(store, size, timeout, _patience(timeout))
-    return _as_other_rank(store, rank, _patience(timeout))
-
-
-def _patience(timeout: float) -> float:
-    """Return after how many seconds in which no rank comes the others give up."""
-    return min(timeout, max(timeout / _EARLY, _PATIENCE))
-
-
-def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
-    """Answer every hello until all ranks have arrived or the time is over; then publish the outcome."""
-    world, start = f"fzero/{secrets.token_hex(8)}", time.monotonic()
-    answered: dict[int, bytes] = {}
-    absent, now, came_at, sign_at, is_told = list(range(1, size)), start, start, start, False
-    while absent:
-        if now >= sign_at:  # before the first answer: who waits for this rank knows that it lives
-            store.set(f"{world}/alive", str(now))
-            sign_at = now + patience / _SIGNS
-        for rank in absent:
-            _answer(store, rank, world, answered)
-        left, now = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])], time.monotonic()
-        absent, came_at = left, came_at if len(left) == len(absent) else now
-        if absent and now > min(start + timeout, came_at + patience):
-            break
-        if absent and not is_told and now > came_at + patience / _EARLY:
-            is_told = True
-            names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
-            _log.warning(_NOT_HERE, names, patience / _EARLY, patience)
-        time.sleep(_POLL if absent else 0)
-    store.set(f"{world}/absent", str(absent[0]) if absent else "")
-    if absent:
-        present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
-        with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
-            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS))
-        raise MissingRankError(_absent_message(absent[0]))
-    return world
-
-
-def _answer(store: Any, rank: int, world: str, answered: dict[int, bytes]) -> None:
-    """Answer a rank's hello, if it is new. A dead rank may have sent it, and never reads the answer."""
-    if store.check([f"fzero/hello/{rank}"]):
-        hello = store.get(f"fzero/hello/{rank}")
-        if answered.get(rank) != hello:
-            store.set(f"fzero/answer/{hello.decode()}", world)
-            answered[rank] = hello
-
-
-def _as_other_rank(store: Any, rank: int, patience: float) -> str:
-    """Send a hello, and wait for an answer. From then on rank 0 decides when the time is over, while it lives."""
-    hello = secrets.token_hex(8)
-    store.set(f"fzero/hello/{rank}", hello)
-    message = f"rank {rank} did not reach rank 0"
-    try:
-        world = _wait_for(store, f"fzero/answer/{hello}", patience / _EARLY, patience, message)
-    except MissingRankError:
-        _log.warning(_NOT_HERE, "rank 0", patience / _EARLY, patience)
-        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _EARLY), patience, message)
-    store.set(f"{world}/arrived/{rank}", "")
-    absent = _await_outcome(store, rank, world, patience)
-    if absent:
-        store.set(f"{world}/read/{rank}", "")
-        raise MissingRankError(_absent_message(int(absent)))
-    return world
-
-
-def _await_outcome(store: Any, rank: int, world: str, patience: float) -> str:
-    """Wait for the outcome of rank 0 while it gives signs of life; return the absent rank, "" for none."""
-    sign, since, message = "", time.monotonic(), f"rank {rank} lost rank 0 during the rendezvous"
-    while True:
-        try:
-            return _wait_for(store, f"{world}/absent", patience / _SIGNS, patience, message)
-        except MissingRankError:
-            newest = _wait_for(store, f"{world}/alive", patience / _SIGNS, patience, message)
-            if newest == sign and time.monotonic() > since + patience:
-                raise
-            sign, since = newest, since if newest == sign else time.monotonic()
-
-
-def _wait_for(store: Any, key: str, timeout: float, patience: float, message: str) -> str:
-    """Wait for a key, and return its value.
-
-    A store whose host is dark does not end a wait in time, so the wait has its own thread, for at most `_patience`.
-
-    Raises:
-        MissingRankError: with `message`, if the key is not set in time.
-    """
-    value: Future[bytes] = Future()
-
-    def run() -> None:
-        try:
-            store.wait([key], datetime.timedelta(seconds=timeout))
-            value.set_result(store.get(key))
-        except BaseException as error:
-            value.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="fzero meets").start()
-    try:
-        return value.result(patience).decode()
-    except DistNetworkError:  # the connection is lost; this is not a timeout
-        raise
-    except (RuntimeError, TimeoutError) as error:
-        raise MissingRankError(message) from error
-
-
-def _absent_message(rank: int) -> str:
-    return f"rank {rank} did not arrive"
+__all__ = ["TIMEOUT", "World", "check_timeout", "connect_store", "find_device", "find_world", "join"]
 
 
 TIMEOUT = 300.0  # seconds
@@ -337,7 +171,7 @@ def join(world: World, device: torch.device, timeout: float | None = TIMEOUT) ->
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         store = _open_store(world, TIMEOUT if timeout is None else timeout)
-        store.set_timeout(datetime.timedelta(seconds=_patience(TIMEOUT if timeout is None else timeout)))
+        store.set_timeout(datetime.timedelta(seconds=store_patience(TIMEOUT if timeout is None else timeout)))
         heartbeat = _start_heartbeat(world, store, timeout)
         store.set_timeout(datetime.timedelta(minutes=30))  # torch's default, for later uses of the store
         of_device = torch.distributed.get_default_backend_for_device(device)
@@ -371,13 +205,13 @@ def _open_store(world: World, timeout: float) -> Store:
     """
     count = f"{world.size} process{'es' * (world.size > 1)}"
     meeting = f"{count} should meet at {world.address}; launch them together, or free the port{trouble_link('a-hang')}"
-    seconds = _patience(timeout)
+    seconds = store_patience(timeout)
     end = time.monotonic() + seconds
     while True:
         remaining = max(end - time.monotonic(), _RETRY)
         try:
             store = connect_store(world, remaining)
-            return PrefixStore(_rendezvous(store, world.rank, world.size, timeout), store)
+            return PrefixStore(rendezvous(store, world.rank, world.size, timeout), store)
         except MissingRankError as error:
             raise RuntimeError(f"{error} within {seconds:g} s: {meeting}") from error
         except DistNetworkError as error:

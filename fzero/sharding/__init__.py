@@ -3,26 +3,19 @@
 from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
-from fzero.sharding._boxes import (
-    PerRank,
-    Shard,
-    Slot,
-    axes_of,
-    box_of,
-    boxes_to_device,
-    host_numel,
-    is_box,
-    join_pieces,
-    map_spaces,
-    mark_donated,
-    shard_to_device,
-    spaces,
-    split_shard,
-    unwrap_per_rank,
-)
+from fzero.sharding._boxes import PerRank, Shard, Slot, axes_of, box_of, is_box, mark_donated, unwrap_per_rank
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, assignment_of, intern_assignment
+from fzero.sharding._pieces import (
+    boxes_to_device,
+    host_numel,
+    join_pieces,
+    map_spaces,
+    shard_to_device,
+    spaces,
+    split_shard,
+)
 from fzero.sharding._spec import (
     ReduceGrads,
     Spec,
@@ -30,11 +23,7 @@ from fzero.sharding._spec import (
     check_sharded_for,
     intern,
     intern_parts,
-    item_of,
-    path_on_rank,
-    prefix_of,
     spec_of,
-    stacked_of,
     traced_spec,
     unit_axes,
     unit_index,
@@ -42,6 +31,7 @@ from fzero.sharding._spec import (
     with_host_share,
     with_sharding_axes,
 )
+from fzero.sharding._stacked_items import item_of, path_on_rank, prefix_of, stacked_of
 from fzero.sharding.elements import (
     BlockMap,
     abstract,

@@ -5,9 +5,8 @@ Each other leaf becomes a `Slot`, an empty node with the leaf's index in the uni
 tree visits each shard once, and `tree["generator"]` still works.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,30 +16,13 @@ from fzero._donated import DonatedError, donated_message
 from fzero._format import format_tensor
 from fzero._names import missing_attribute
 from fzero._notice import trouble_link
-from fzero._torch import is_tracing, register_box
+from fzero._torch import register_box
 from fzero._torch.levels import VersionKey, version_key
-from fzero.axes import BatchSplit, current_device
-from fzero.collectives import to_device
-from fzero.sharding._spec import Spec, intern, spec_of, traced_spec, with_host_share
-from fzero.tree import Tree, is_box
+from fzero.axes import BatchSplit
+from fzero.sharding._spec import Spec, intern, spec_of, traced_spec
+from fzero.tree import is_box
 
-__all__ = [
-    "PerRank",
-    "Shard",
-    "Slot",
-    "axes_of",
-    "box_of",
-    "boxes_to_device",
-    "host_numel",
-    "is_box",
-    "join_pieces",
-    "map_spaces",
-    "mark_donated",
-    "shard_to_device",
-    "spaces",
-    "split_shard",
-    "unwrap_per_rank",
-]
+__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "is_box", "mark_donated", "unwrap_per_rank"]
 
 
 _ELSEWHERE = {  # names of torch's DTensor and of JAX's arrays
@@ -357,88 +339,3 @@ def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
         axes = mesh_axes if axes is None else tuple([name for name in mesh_axes if name in axes])
         out += [axes] * (len(tree.flatten(x)[0]) if is_box(x) else 1)
     return out
-
-
-# Pieces: divide a shard into a part in device memory and a part in host memory, and join them again.
-
-
-def spaces(box: Shard) -> list[str]:
-    """List the memory of each piece of a box."""
-    return [piece.space for piece in traced_spec(box.spec_id).pieces]
-
-
-def host_numel(spec_id: int) -> int:
-    """Count the elements of each rank's shard of a unit that lie on the host."""
-    return sum([piece.stop - piece.start for piece in traced_spec(spec_id).pieces if piece.space == "host"])
-
-
-def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
-    """Divide a shard of one piece into the pieces of `spec_id`, and move the host's; one of `spec_id` stays."""
-    if box.spec_id == spec_id:
-        return box
-    x = box.data
-    pieces = []
-    for piece in traced_spec(spec_id).pieces:
-        is_all = piece.stop - piece.start == x.shape[-1]
-        data = x if is_all else x.narrow(-1, piece.start, piece.stop - piece.start)
-        if piece.space == "host":
-            data = move(data)
-        elif not is_all and not is_tracing():  # a view would keep the whole shard in device memory
-            data = data.clone()
-        pieces.append(data)
-    return box_of(spec_id, pieces)
-
-
-def join_pieces(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the pieces of a shard. A single piece is returned as it is, without a copy."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), -1)
-
-
-def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
-    """Return a box with its shard in one piece on the device. A box without a piece on the host is returned as it is.
-
-    Args:
-        box: the shard's box.
-        device: the device; by default the device of the box's other piece, or else the mesh's device.
-
-    Raises:
-        ValueError: if the box holds trees and no tensors, as in the state of `optim.leafwise`.
-    """
-    if not all(isinstance(x, torch.Tensor) for x in box.pieces):
-        raise ValueError(
-            f"unit {traced_spec(box.spec_id).unit!r} of a state holds {type(box.pieces[0]).__name__}s and no tensors, "
-            'as optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
-        )
-    if "host" not in spaces(box):
-        return box
-    pieces = list(zip(spaces(box), box.pieces, strict=True))
-    devices = [x.device for space, x in pieces if space == "device"]
-    target = device or (devices[0] if devices else current_device())
-    moved = [to_device(x, target) if space == "host" else x for space, x in pieces]
-    return Shard(join_pieces(moved), with_host_share(box.spec_id, 0))
-
-
-def boxes_to_device(values: Tree) -> Tree:
-    """Return a tree with the shard of each box in one piece, on the device."""
-    entries, structure = tree.flatten(values, is_box)
-    for i, x in enumerate(entries):
-        if isinstance(x, Shard):
-            entries[i] = shard_to_device(x)
-        elif isinstance(x, Slot):
-            entries[i] = Slot(with_host_share(x.spec_id, 0), x.index)
-    return tree.unflatten(structure, entries)
-
-
-def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
-    """Apply `f(space, x, ...)` to the leaves of trees of one layout. `space` is the memory in which `x` lies."""
-    entries, structure = tree.flatten(values, is_box)
-    columns = [entries, *[tree.leaves_up_to(values, other, is_box) for other in rest]]
-    plain = [[None if is_box(x) else y for x, y in zip(entries, ys, strict=True)] for ys in columns]
-    out = tree.map(partial(f, "device"), *plain)  # in one call, so that tied leaves stay tied
-    for i, (x, *ys) in enumerate(zip(*columns, strict=True)):
-        if isinstance(x, Shard):
-            pieces = zip(spaces(x), x.pieces, *[y.pieces for y in ys], strict=True)
-            out[i] = box_of(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in pieces])
-        elif is_box(x):
-            out[i] = x
-    return tree.unflatten(structure, out)

@@ -10,7 +10,8 @@ from fzero._format import format_tensor
 from fzero._report import Report
 from fzero._tracebacks import api_boundary
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
-from fzero.sharding._spec import Split, item_of
+from fzero.sharding._spec import Split
+from fzero.sharding._stacked_items import item_of
 from fzero.tree import Tree
 
 __all__ = ["Layouts", "layouts"]

@@ -6,7 +6,7 @@ constants.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -28,11 +28,7 @@ __all__ = [
     "check_sharded_for",
     "intern",
     "intern_parts",
-    "item_of",
-    "path_on_rank",
-    "prefix_of",
     "spec_of",
-    "stacked_of",
     "traced_spec",
     "unit_axes",
     "unit_index",
@@ -359,73 +355,3 @@ def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]])
             f"{what} was sharded on a mesh with the axes {', '.join(order)} in this order, and this mesh has "
             f"{', '.join(names)}: ranks would take each other's shards; make the mesh with the axes in the same order"
         )
-
-
-# Stacked lists: find the item whose leaves a rank holds, and the paths of these leaves in the full list.
-
-
-class _Item(NamedTuple):
-    """The position of a leaf in a stacked list.
-
-    Attributes:
-        list: the path of the list in the tree.
-        indices: for each rank along the axis, the index of its item in the full list; None if it holds no item.
-        subpath: the path of the leaf within an item; empty if the item is the leaf.
-    """
-
-    list: str
-    indices: tuple[int | None, ...]
-    subpath: str
-
-    def path(self, index: int) -> str:
-        """Return the path of the leaf in an item of the full list."""
-        return ".".join([self.list, str(index), *([self.subpath] if self.subpath else [])])
-
-
-def stacked_of(spec: Spec) -> tuple[Split, StackedList] | None:
-    """Return the axis along which a unit's leaves are stacked, and the list; None if they are not stacked."""
-    return next(((s, s.stacked) for s in spec.split if s.stacked is not None), None)
-
-
-def prefix_of(path: str, own: str) -> str | None:
-    """Return the path of the subtree in which the leaf at `path` has the path `own`; None if there is no such subtree.
-
-    Example:
-        >>> prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w")
-        'opt_state.mu.'
-    """
-    return path.removesuffix(own) if path == own or path.endswith(f".{own}") else None
-
-
-def item_of(path: str, prefix: str, stacked: StackedList) -> _Item | None:
-    """Return the position of a leaf in a stacked list; None if the leaf is not in the list.
-
-    Args:
-        path: the path of the leaf.
-        prefix: the path of the tree that holds the list.
-        stacked: the list.
-
-    Example:
-        >>> item_of("mu.blocks.1.w", "mu.", StackedList("blocks", ((0, 2), (1, None)))).indices
-        (1, None)
-    """
-    start = f"{prefix}{stacked.key}."
-    if not path.startswith(start):
-        return None
-    index_text, _, subpath = path.removeprefix(start).partition(".")
-    return _Item(start[:-1], stacked.items[int(index_text)], subpath)
-
-
-def path_on_rank(spec: Spec, index: int, prefix: str, rank_indices: Mapping[str, int]) -> str:
-    """Return the path, in the full tree, of the leaf that a rank holds at an index of a unit.
-
-    Args:
-        spec: the unit's spec.
-        index: the leaf's index in the unit.
-        prefix: the path of the tree that holds the unit.
-        rank_indices: the rank's index along each axis.
-    """
-    path, stacks = prefix + spec.paths[index], stacked_of(spec)
-    item = None if stacks is None else item_of(path, prefix, stacks[1])
-    item_index = None if item is None or stacks is None else item.indices[rank_indices[stacks[0].axis]]
-    return path if item is None or item_index is None else item.path(item_index)

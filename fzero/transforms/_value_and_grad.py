@@ -12,7 +12,8 @@ from fzero import tree
 from fzero._arguments import check_choice, check_int, is_int, name_of
 from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, without_autocast_cache
-from fzero._torch.levels import differentiates_now, in_transform, is_differentiated
+from fzero._torch.levels import differentiates_now, is_differentiated
+from fzero._torch.running_transforms import in_transform
 from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, AxisName, bound_axes, in_lockstep, in_loss, in_mesh_order, join_axes, resolve_axes
 from fzero.collectives import mark_invariant, psum

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero.graph import KINDS, LIMITS, Interval, Plan, ScheduleOptions, phase_spans
+from fzero.tuning._configured_step import step_at, step_on
 from fzero.tuning._recipe import recipe
-from fzero.tuning._row import TableRow, step_at, step_on
+from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import PARALLEL
 from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, notes, warnings_of
 from fzero.tuning._tune import ConfigurationTable

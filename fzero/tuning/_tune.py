@@ -13,8 +13,9 @@ from fzero._arguments import check_callable, check_choice, check_int
 from fzero._format import format_bytes, format_seconds
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary, api_boundary_with
-from fzero.tuning import _table_views
-from fzero.tuning._row import MakeStep, TableRow, check_bytes, row_from
+from fzero.tuning import _table_figure, _table_views
+from fzero.tuning._configured_step import MakeStep, check_bytes
+from fzero.tuning._row import TableRow, row_from
 from fzero.tuning._search_space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_search_space
 from fzero.tuning._verdicts import Verdict, verdicts
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
@@ -206,7 +207,7 @@ class ConfigurationTable(FigureReport):
     _caption = "peak against seconds"
 
     def _figure(self) -> Any:
-        return _table_views.draw(self)
+        return _table_figure.draw(self)
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: the records that `to_csv` writes."""

@@ -58,9 +58,6 @@ def state_bytes(values: Tree, mesh: Mesh, space: str | None = None) -> int:
     return total
 
 
-# Check that a host has room for the state that `step.init` is about to offload.
-
-
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 

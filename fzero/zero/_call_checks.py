@@ -459,9 +459,6 @@ def _batch_text(i: int, batch: PerRank, simulated: bool) -> str:
     return f"Each rank got, as argument {i}, a {type(batch.value).__name__}: {shown}"
 
 
-# Tensors at the border of a step: without `requires_grad`, in memory that nothing else shares, and alike across steps.
-
-
 def as_value(x: Any) -> Any:
     """Return a leaf tensor without `requires_grad`; a tensor that a graph or a transform produced stays as it is."""
     is_grad_leaf = isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and not is_wrapped(x)

@@ -5,15 +5,9 @@ from typing import Any
 import torch
 
 from fzero._torch import watched
+from fzero._torch.call_site import _CallSite, current_call_site
 from fzero._torch.memory import is_real, memory_of
-from fzero._torch.watched import (
-    WatchedOperation,
-    _CallSite,
-    current_call_site,
-    record_node_lines,
-    watch_operations,
-    without_watchers,
-)
+from fzero._torch.watched import WatchedOperation, record_node_lines, watch_operations, without_watchers
 
 
 def shown(f: Any, *args: Any) -> list[tuple[WatchedOperation, _CallSite]]:

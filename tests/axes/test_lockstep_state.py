@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _python_dispatch
 
 import fzero
-from fzero._torch.state import read_settings, write_settings
-from fzero.axes._lockstep_run import process_threads
+from fzero._torch.process_state import read_settings, write_settings
+from fzero.axes._rank_threads import process_threads
 from tests.helpers import either
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 import fzero
 from fzero import optim, tree
-from fzero.checkpoint.hf._read import INDEX, SINGLE
+from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE
 from fzero.checkpoint.layout import MANIFEST
 from tests.checkpoint.states import Layout, same_bits, sharded
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 import fzero
-from fzero.checkpoint import _inspect
+from fzero.checkpoint import _differences
 from fzero.checkpoint.__main__ import main
 from tests.checkpoint.states import Layout, filled, state_in
 from tests.distributed.launch import python
@@ -92,7 +92,7 @@ def test_diff_lists_the_leaves_that_differ(run, tmp_path, capsys):
 
 
 def test_diff_shows_the_largest_difference_of_all_parts_of_a_leaf(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(_inspect, "_AT_ONCE", 2)
+    monkeypatch.setattr(_differences, "_AT_ONCE", 2)
     for name, values in (("one", [0.0, 0.0, 0.0, 0.0]), ("other", [1.0, 3.0, 0.0, 2.0])):
         fzero.save(tmp_path / name, {"w": torch.tensor(values)})
     assert main(["diff", str(tmp_path / "one"), str(tmp_path / "other")]) == 1

@@ -18,7 +18,7 @@ from fzero import tree
 from fzero.checkpoint import _files
 from fzero.checkpoint._files import hold_lock
 from fzero.checkpoint.hf import _read, _write
-from fzero.checkpoint.hf._read import INDEX, SINGLE
+from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE
 from tests.checkpoint.helpers import JSON
 from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in
 from tests.helpers import examples

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint.layout import local_tree
-from fzero.sharding._spec import prefix_of
+from fzero.sharding._stacked_items import prefix_of
 from fzero.testing import assert_trees_close
 from tests.checkpoint.helpers import body_of, write_manifest
 from tests.checkpoint.states import same_bits

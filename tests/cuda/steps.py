@@ -14,7 +14,7 @@ from fzero import optim, tree
 from fzero.parallel import context, experts
 from fzero.parallel import tensor as tp
 from fzero.tuning.models import init, shape_of
-from fzero.tuning.models._steps import _compute_loss, _ForwardOptions
+from fzero.tuning.models._forward_pass import ForwardOptions, compute_loss
 
 WIDTH = 64
 
@@ -157,7 +157,7 @@ def language_model(ranks: int, name: str, length: int, depth: int | None = None,
     """
     shape, policy = shape_of(name), fzero.Precision(param=torch.bfloat16)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.master_weights(optim.adamw(3e-4), policy))
-    loss_fn = partial(_compute_loss, shape, _ForwardOptions(), lambda block: [fzero.remat(block, save=None)])
+    loss_fn = partial(compute_loss, shape, ForwardOptions(), lambda block: [fzero.remat(block, save=None)])
 
     def params(mesh: fzero.ranks.Mesh) -> Any:
         return tree.map(lambda p: torch.empty(p.shape, dtype=torch.bfloat16), init(shape, depth or shape.depth))

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from fzero._torch import c10d, stand_ins_like, view_of
 from fzero.graph.ir import GATHER_INTO, graph_results, is_collective, is_input
-from fzero.graph.run import _backends
+from fzero.graph.run import _auto_backend, _backends
 
 aten: Any = torch.ops.aten
 D = 4  # columns of every matrix in a random graph
@@ -541,6 +541,7 @@ def users_reversed(graph: Graph) -> Graph:
 def not_compiled(patch: pytest.MonkeyPatch) -> None:
     """Have segments run as they are, in Inductor's place."""
     patch.setattr(_backends, "is_compiled", lambda code: True)
+    patch.setattr(_auto_backend, "is_compiled", lambda code: True)
     patch.setattr(
         _backends, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.stand_ins)) for c in codes]
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.graph import _any_length
+from fzero.graph import _length_formula
 from fzero.graph._schedule_options import ScheduleOptions
 from tests.graph.run.helpers import STEPS, tokens, tokens_loss, tokens_params
 from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, needs_symbols, train_step_for
@@ -253,9 +253,9 @@ def test_the_schedule_is_the_traced_one_to_the_last_number(n, stage, k, lengths)
         plan = again.plan(*state, run.mesh.split(batch(n, k, length)))
         (traced,) = again._entries.values()
         graphs = entry.best.graph, traced.best.graph
-        structures = [_any_length._graph_structure(graph) for graph in graphs]
+        structures = [_length_formula.graph_structure(graph) for graph in graphs]
         if structures[0] == structures[1]:  # small values are kept, not large ones
-            assert _any_length._numbers(graphs[0]) == _any_length._numbers(graphs[1])
+            assert _length_formula._numbers(graphs[0]) == _length_formula._numbers(graphs[1])
             assert plan.peak_bytes == entry.plan.peak_bytes == entry.best.peak_bytes
             assert plan.collectives == entry.plan.collectives and plan.seconds == pytest.approx(entry.plan.seconds)
 

@@ -19,9 +19,10 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 import fzero
 import fzero._torch.compiler as compiler
+import fzero._torch.compiler_process as compiler_process
 from fzero import _torch, optim
 from fzero.graph.ir import is_input
-from fzero.graph.run import _backends, _segment_compiler, _workers
+from fzero.graph.run import _auto_backend, _backends, _segment_compiler, _workers
 from fzero.graph.run._segment import _key
 from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._workers import Workers, _spare_cores
@@ -158,11 +159,11 @@ def test_a_graph_is_the_same_in_another_process():
 @pytest.fixture
 def other_settings():
     """All that tells apart what is compiled, beside the code."""
-    before = compiler._read_settings()
-    matmul = {"fp32_precision": "ieee", **dict.fromkeys(compiler._MATMUL[1:], False)}
-    compiler._apply_settings(compiler._Settings(2, torch.float64, matmul, True, True))
+    before = compiler_process._read_settings()
+    matmul = {"fp32_precision": "ieee", **dict.fromkeys(compiler_process._MATMUL[1:], False)}
+    compiler_process._apply_settings(compiler_process._Settings(2, torch.float64, matmul, True, True))
     yield
-    compiler._apply_settings(before)
+    compiler_process._apply_settings(before)
 
 
 @pytest.mark.slow
@@ -223,11 +224,11 @@ class Pretended:
 
     def __init__(self, patch: pytest.MonkeyPatch, ready: int = 0) -> None:
         self.ready, self.compiled = ready, []
-        patch.setattr(_backends, "is_compiled", lambda code: False)
         patch.setattr(_backends, "start", lambda codes, count, nice: self)
         patch.setattr(_backends, "is_compiled", lambda code: len(self.compiled) < self.ready)
-        patch.setattr(_backends, "compile_and_mark", self.compile)
-        patch.setattr(_backends, "can_load", lambda code: True)
+        patch.setattr(_auto_backend, "is_compiled", lambda code: len(self.compiled) < self.ready)
+        patch.setattr(_auto_backend, "compile_and_mark", self.compile)
+        patch.setattr(_auto_backend, "can_load", lambda code: True)
 
     def compile(self, code: Code) -> Any:
         self.compiled.append(code.name)
@@ -286,6 +287,7 @@ def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_com
     Pretended(monkeypatch)
     monkeypatch.setattr(_backends, "start", lambda codes, count: Workers(()))
     monkeypatch.setattr(_backends, "is_compiled", lambda code: warm)
+    monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_backends, "compile_all", uncompiled)
     step, _ = both()
     trained(step, fzero.jit(step), range(1))
@@ -298,7 +300,7 @@ def test_no_segment_is_loaded_before_inductor_is_imported(monkeypatch):
     there = threading.Event()
     thread = threading.Thread(target=there.wait, daemon=True)
     thread.start()
-    monkeypatch.setattr(_backends, "can_load", can_load)
+    monkeypatch.setattr(_auto_backend, "can_load", can_load)
     for name in ("start_import", "start_cpu_probe"):
         monkeypatch.setattr(_segment_compiler, name, lambda: thread)
     step, jitted = both()
@@ -352,7 +354,7 @@ def test_a_first_call_starts_the_import_that_its_device_needs(device, expected, 
 def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     Pretended(monkeypatch, 1000)
     clock = itertools.count(0, 0.3)
-    monkeypatch.setattr(_backends, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
+    monkeypatch.setattr(_auto_backend, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
     step, jitted = both()
     trained(step, jitted, range(1))
     assert len(runs_of(jitted).runs.loaded) == 1
@@ -366,7 +368,7 @@ def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled
             raise CompileError("a segment", "no")
         return pretended.compile(code)
 
-    monkeypatch.setattr(_backends, "compile_and_mark", fail_last)
+    monkeypatch.setattr(_auto_backend, "compile_and_mark", fail_last)
     step, jitted = both()
     last = -1  # none, to count them
     trained(step, jitted, range(1))

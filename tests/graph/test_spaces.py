@@ -13,8 +13,9 @@ import fzero
 from fzero import optim, tree
 from fzero.collectives._spaces import to_device, to_host
 from fzero.graph.ir import is_input
-from fzero.graph.ir._storages import SpaceError, check_spaces, on_host
-from fzero.sharding._boxes import Shard, is_box, spaces
+from fzero.graph.ir._memory_spaces import SpaceError, check_spaces, on_host
+from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._pieces import spaces
 from fzero.sharding._spec import _ALIGN
 from tests.graph.helpers import LAYERS, ROWS, WIDTH, loss_of, params_of
 from tests.helpers import LEAST

@@ -176,6 +176,8 @@ MUTANTS = [
             ),
         ),
         Fault("a bias is not added", "_batched_linear", always("A is None"), LAYER),
+    ),
+    *File("parallel/experts/_expert_split.py", INPUT).faults(
         Fault("experts are not split over the ranks", "_ExpertSplit.__call__", returns("None", at="2 of 2"), TRAINING),
         Fault("weights of all experts are accepted as one rank's part", "_check_size", always("A == B // C")),
         Fault("shared experts are split too", "_ExpertSplit.__call__", becomes("A in self.B", "A.endswith(self.B)")),

@@ -236,6 +236,14 @@ MUTANTS = [
         Fault(
             "writes of batch norm's statistics are not refused", "_check_operation", becomes("A(B) in C", "A(B) in ()")
         ),
+        Fault(
+            "a write into a part of a tensor does not count as a write into the tensor",
+            "_base",
+            bare("A or B(C)"),
+            LOOPS,
+        ),
+    ),
+    *File("graph/trace/_replace_writes.py", IN_PLACE).faults(
         Fault("writes into views are replaced in place", "_is_fresh", dropped("A[B][0] not in C"), WRITES),
         Fault("a write of another dtype keeps its dtype", "_replacement", always("A(B) == A(C.meta['val'])"), WRITES),
         Fault(
@@ -243,12 +251,6 @@ MUTANTS = [
             "replace_writes",
             (swapped("is not", "is"), becomes("a", "None", at="7 of 8")),
             WRITES,
-        ),
-        Fault(
-            "a write into a part of a tensor does not count as a write into the tensor",
-            "_base",
-            bare("A or B(C)"),
-            LOOPS,
         ),
         Fault("a write of another size is not refused", "_replacement", never("A(B) != A(C)"), WRITES),
     ),
@@ -318,18 +320,20 @@ MUTANTS = [
         Fault("loop bodies are not compared between the ranks", "_signatures", dropped("*A(B.C, D)"), LOOP_PLANS),
     ),
     *File("graph/trace/_call_arguments.py", JIT).faults(
+        Fault(
+            "the path of a state's leaf is matched from its longest suffix",
+            "block_numbers",
+            becomes("range(len(A), -1, -1)", "range(len(A) + 1)"),
+            SUBGRAPHS,
+        ),
+    ),
+    *File("graph/trace/_call_key.py", JIT).faults(
         Fault("numbers are not in the key of a trace", "call_key", becomes("(type(A), B)", "(type(A), None)")),
         Fault(
             "strides are not in the key of a trace",
             "call_key",
             becomes("arguments.A", "()", at="6 of 8"),
             ON_GLOO,
-        ),
-        Fault(
-            "the path of a state's leaf is matched from its longest suffix",
-            "block_numbers",
-            becomes("range(len(A), -1, -1)", "range(len(A) + 1)"),
-            SUBGRAPHS,
         ),
     ),
     *File("graph/ir/_storages.py", SLICE_OF_GATHER).faults(
@@ -468,8 +472,6 @@ MUTANTS = [
             "tensors captured at different lengths need not be equal", "_formula", never("not all(A(B, C) for C in D)")
         ),
         Fault("arguments with other strides use the code of the first strides", "AnyLength.entry", never("sizes != A")),
-        Fault("stand-ins keep the sizes of the first length", "_rewrite", becomes("A.get(id(val), val)", "val")),
-        Fault("flops are those of the first length", "_rewrite", skipped("A.meta.pop('flops', None)")),
         Fault(
             "ranks do not agree on whether a length needs a trace",
             "AnyLength._find",
@@ -482,5 +484,9 @@ MUTANTS = [
             becomes("[A for A in B if C(A.length)]", "[*B]"),
         ),
         Fault("a path with the length in its name is kept", "_TracedCall.structure", dropped("A.B", at="4 of 4")),
+    ),
+    *File("graph/_length_formula.py", ANY_LENGTH).faults(
+        Fault("stand-ins keep the sizes of the first length", "_rewrite", becomes("A.get(id(val), val)", "val")),
+        Fault("flops are those of the first length", "_rewrite", skipped("A.meta.pop('flops', None)")),
     ),
 ]

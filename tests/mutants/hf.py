@@ -8,12 +8,6 @@ PROCESSES = on_processes("checkpoint")
 
 MUTANTS = [
     *File("checkpoint/hf/_read.py", HF).faults(
-        Fault("the offset of a file's data leaves out the header", "_entry", becomes("A + start", "start")),
-        Fault(
-            "a tied leaf is written for each name",
-            "named_leaves",
-            becomes("A.setdefault(B.C[D], []).append(D)", "A[len(A)] = [D]"),
-        ),
         Fault(
             "a leaf is read without a cast, as bytes of another dtype", "_read_part", dropped("A.dtype == B.to.dtype")
         ),
@@ -21,12 +15,22 @@ MUTANTS = [
             "the shapes of a folder are not compared with the leaves", "_check_leaves", dropped("A[B].shape != C.shape")
         ),
         Fault(
-            "an index may name files outside its folder", "_read_weight_map", never("any(A in B for A in '/\\\\\\x00')")
-        ),
-        Fault(
             "two different values of a tied leaf are accepted",
             "_fill",
             becomes("not A(B, C[D], E)", "False and not A(B, C[D], E)"),
+        ),
+    ),
+    *File("checkpoint/hf/_named_leaves.py", HF).faults(
+        Fault(
+            "a tied leaf is written for each name",
+            "named_leaves",
+            becomes("A.setdefault(B.C[D], []).append(D)", "A[len(A)] = [D]"),
+        ),
+    ),
+    *File("checkpoint/hf/_stored_tensors.py", HF).faults(
+        Fault("the offset of a file's data leaves out the header", "_entry", becomes("A + start", "start")),
+        Fault(
+            "an index may name files outside its folder", "_read_weight_map", never("any(A in B for A in '/\\\\\\x00')")
         ),
         Fault("tensors of a file may overlap", "_read_header", always("A == end")),
     ),

@@ -50,6 +50,9 @@ MUTANTS = [
         ),
     ),
     *File("observe/_nonfinite.py", DEBUG).faults(
+        Fault("ranks do not gather their reports", "_gather_graphs", always("A is None or not A.distributed"), ON_GLOO),
+    ),
+    *File("observe/_nonfinite_leaves.py", DEBUG).faults(
         Fault(
             "padding of a unit is searched for non-finite values",
             "_in_unit",
@@ -61,9 +64,8 @@ MUTANTS = [
             becomes("A(B.C, D, E, F)", "A(B.C, 0, E, F)"),
         ),
         Fault("every rank reports rank 0's part", "_parts", becomes("x[A]", "x[0]")),
-        Fault("ranks do not gather their reports", "_gather_graphs", always("A is None or not A.distributed"), ON_GLOO),
     ),
-    *File("_torch/watched.py", DEBUG).faults(
+    *File("_torch/call_site.py", DEBUG).faults(
         Fault(
             "an operation of the backward pass has the line being run, not its forward line",
             "current_call_site",

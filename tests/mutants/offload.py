@@ -48,7 +48,7 @@ MUTANTS = [
             becomes("-(-math.ceil(self.A * B) // C)", "math.ceil(self.A * B) // C"),
         ),
     ),
-    *File("sharding/_boxes.py", OFFLOAD).faults(
+    *File("sharding/_pieces.py", OFFLOAD).faults(
         Fault("pieces overlap", "split_shard", becomes("piece.A", "0", at="3 of 6")),
         Fault("the host's piece is joined before the device's", "join_pieces", becomes("list(A)", "list(A)[::-1]")),
         Fault("a piece is a view that keeps the whole shard's memory", "split_shard", skipped("A = A.clone()"), ARENA),
@@ -200,7 +200,7 @@ MUTANTS = [
     *File("graph/passes/_recompute.py", SPACES).faults(
         Fault("recompute repeats a move", "_repeats", dropped("A(B)", at="4 of 5")),
     ),
-    *File("graph/ir/_storages.py", SPACES).faults(
+    *File("graph/ir/_memory_spaces.py", SPACES).faults(
         Fault(
             "a captured tensor counts as lying on the device",
             "_spaces",
@@ -270,7 +270,7 @@ MUTANTS = [
         Fault("products of float8 have one rate in any shape", "_PRODUCTS", dropped("A._scaled_mm: 0")),
         Fault("all operations count as bound by products", "Work.limit", always("A.seconds == A.products")),
     ),
-    *File("transforms/_remat.py", REMAT).faults(
+    *File("transforms/_remat_runs.py", REMAT).faults(
         Fault("remat's offload moves parameters to the host", "_offload", dropped("not A[B].is_leaf")),
         Fault("remat's offload moves 0-d values to the host", "_offload", dropped("A[B].dim()")),
         Fault("remat's offload copies without autograd", "_offload", becomes("torch.enable_grad", "torch.no_grad")),

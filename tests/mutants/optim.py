@@ -120,7 +120,7 @@ MUTANTS = [
     *File("optim/_adam.py", ("tests/optim/checks/test_shapes.py",)).faults(
         Fault("Adam broadcasts a gradient onto its moments", "_moments", skipped("check_moment(A, B, C)")),
     ),
-    *File("optim/_adafactor.py", ("tests/optim/checks/test_shapes.py",)).faults(
+    *File("optim/matrices/_adafactor.py", ("tests/optim/checks/test_shapes.py",)).faults(
         Fault("Adafactor broadcasts means of another shape", "_check_means", never("A != B")),
     ),
     *File("optim/_norms.py", WRAPPERS).faults(
@@ -145,12 +145,14 @@ MUTANTS = [
     *File("optim/wrappers/_on_full_leaves.py", FULL_LEAVES).faults(
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
     ),
-    *File("optim/_muon.py", FULL_LEAVES).faults(
+    *File("optim/matrices/_muon.py", FULL_LEAVES).faults(
+        Fault("Muon decays no parameter", "muon.update", bare("A - rate * B * p")),
+        Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
+    ),
+    *File("optim/matrices/_matrix_shards.py", FULL_LEAVES).faults(
         Fault(
             "Muon takes one part of a split matrix for the matrix", "_map_stack_of_owner", becomes("reversed(A)", "()")
         ),
-        Fault("Muon decays no parameter", "muon.update", bare("A - rate * B * p")),
-        Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("sharding/elements/_segments.py", OPTIM_LAWS).faults(
         Fault(
@@ -170,7 +172,7 @@ MUTANTS = [
     *File("optim/_lamb.py", OPTIM_LAWS).faults(
         Fault("LAMB has no trust ratio", "lamb", dropped("scale_by_trust_ratio()")),
     ),
-    *File("optim/_adafactor.py", OPTIM_LAWS).faults(
+    *File("optim/matrices/_adafactor.py", OPTIM_LAWS).faults(
         Fault("Adafactor clips no step", "adafactor.update", becomes("(A / B).clamp(min=1)", "1")),
     ),
     *File("optim/_lamb.py", WRAPPERS).faults(
@@ -183,10 +185,10 @@ MUTANTS = [
     *File("optim/wrappers/_inject_hyperparams.py", WRAPPERS).faults(
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
-    *File("optim/_adafactor.py", ("tests/test_default_device.py",)).faults(
+    *File("optim/matrices/_adafactor.py", ("tests/test_default_device.py",)).faults(
         Fault("Adafactor's sharded means lie on the default device", "_zeros", becomes("A.data.device", "None")),
     ),
-    *File("optim/_adafactor.py", WRAPPERS).faults(
+    *File("optim/matrices/_factored_sums.py", WRAPPERS).faults(
         Fault(
             "Adafactor adds each rank's part of a split leaf at the first part's rows",
             "_full_indices",

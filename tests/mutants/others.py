@@ -111,6 +111,8 @@ MUTANTS = [
     ),
     *File("_torch/levels.py", WRITES).faults(
         Fault("vmap hides a write", "version_key", skipped("A = B(A)")),
+    ),
+    *File("_torch/running_transforms.py", WRITES).faults(
         Fault(
             "the priority of a gradient's reduction is not raised",
             "raise_priority",

@@ -27,7 +27,7 @@ ORDER = ("tests/graph/passes/test_schedule.py",)
 AXIS_ORDER = ("tests/zero/test_axis_order.py",)
 
 MUTANTS = [
-    *File("graph/passes/_collectives.py", LONE_COLLECTIVES).faults(
+    *File("graph/passes/_lone_collectives.py", LONE_COLLECTIVES).faults(
         Fault(
             "a result shares the argument's memory when its collective has one rank",
             "drop_lone_collectives",
@@ -40,21 +40,14 @@ MUTANTS = [
         ),
         Fault("every collective is dropped as if its group had one rank", "_runs_over", dropped("A in B")),
     ),
-    *File("graph/passes/_listing.py", RECAST).faults(
+    *File("graph/passes/scheduling/_listing.py", RECAST).faults(
         Fault(
             "an update is not listed depth first",
             "list_nodes",
             bare("[*A[-1].all_input_nodes, *A]"),
             FUSED,
         ),
-        Fault(
-            "values that wait for the last gradient are not scheduled late", "_node_roles", skipped("A |= B(C, D, A)")
-        ),
-        Fault("every value that waits is scheduled late", "_waiting_nodes", dropped("A(B, C)")),
-        Fault("late operands count as memory that a value frees", "_grows", dropped("A not in late")),
-        Fault("0-d values join independent updates", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("nodes that become ready are not listed at once", "_append", skipped("A += [] if B else C(D, E, F)")),
-        Fault("a cast that was made again is scheduled early", "_node_roles", never("A in B.meta")),
         Fault("updates run at the end of the step", "list_nodes", skipped("A(B, C)", at="1 of 4"), ORDER),
         Fault(
             "an argument is overwritten while a gather reads it",
@@ -82,6 +75,15 @@ MUTANTS = [
             SLICE_OF_GATHER,
         ),
     ),
+    *File("graph/passes/scheduling/_node_roles.py", RECAST).faults(
+        Fault(
+            "values that wait for the last gradient are not scheduled late", "node_roles", skipped("A |= B(C, D, A)")
+        ),
+        Fault("every value that waits is scheduled late", "_waiting_nodes", dropped("A(B, C)")),
+        Fault("late operands count as memory that a value frees", "_grows", dropped("A not in late")),
+        Fault("0-d values join independent updates", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
+        Fault("a cast that was made again is scheduled early", "node_roles", never("A in B.meta")),
+    ),
     *File("graph/passes/_recast.py", RECAST).faults(
         Fault("recast does not repeat the scaling of a gradient", "_from_narrow", never("A.target in B")),
         Fault(
@@ -96,20 +98,8 @@ MUTANTS = [
         Fault("recast takes an operation without operands for a cast", "_widens", dropped("not A.all_input_nodes")),
         Fault("a repeated cast is not marked to be made late", "recast", becomes("A.meta[B]", "A.meta[B + B]")),
     ),
-    *File("graph/passes/_schedule.py", ORDER).faults(
-        Fault("one gather more than prefetch= starts ahead", "_next_gathers", constant(1, 2, at="3 of 3")),
+    *File("graph/passes/scheduling/_schedule.py", ORDER).faults(
         Fault("the graph's own order is never kept, even if it holds less", "Orders.leanest", never("max(A) < max(B)")),
-        Fault(
-            "a gather starts ahead although the budget does not allow it",
-            "_fit_prefetches",
-            becomes("A[B - 1] + C", "A[B - 1]"),
-        ),
-        Fault(
-            "the memory of a gather that starts ahead is not counted",
-            "_fit_prefetches",
-            skipped("A[B:C] = [D + E for D in A[B:C]]"),
-        ),
-        Fault("nothing starts ahead", "_fit_prefetches", skipped("A.setdefault(B[C], []).append(D)")),
         Fault(
             "the order of in_flight=0 is used for in_flight=1",
             "Orders.lean",
@@ -117,7 +107,21 @@ MUTANTS = [
             PASS_MANAGER,
         ),
     ),
-    *File("graph/passes/_loops.py", CARRY).faults(
+    *File("graph/passes/scheduling/_prefetches.py", ORDER).faults(
+        Fault("one gather more than prefetch= starts ahead", "next_gathers", constant(1, 2, at="3 of 3")),
+        Fault(
+            "a gather starts ahead although the budget does not allow it",
+            "fit_prefetches",
+            becomes("A[B - 1] + C", "A[B - 1]"),
+        ),
+        Fault(
+            "the memory of a gather that starts ahead is not counted",
+            "fit_prefetches",
+            skipped("A[B:C] = [D + E for D in A[B:C]]"),
+        ),
+        Fault("nothing starts ahead", "fit_prefetches", skipped("A.setdefault(B[C], []).append(D)")),
+    ),
+    *File("graph/passes/_carry.py", CARRY).faults(
         Fault(
             "a carried reduction is read before its wait",
             "_wait_before",
@@ -147,7 +151,7 @@ MUTANTS = [
     *File("graph/passes/_regather.py", REMATERIALIZE).faults(
         Fault("re-gathering counts a unit's bytes at each use", "_exceeds_reuse", always("A not in B")),
     ),
-    *File("graph/passes/_collectives.py", BUCKETS).faults(
+    *File("graph/passes/_bucket.py", BUCKETS).faults(
         Fault(
             "a bucket joins collectives of different process groups", "_can_join", dropped("A.args[1:] == B.args[1:]")
         ),
@@ -210,7 +214,7 @@ MUTANTS = [
             skipped("from_inputs.add(node)", at="2 of 2"),
         ),
     ),
-    *File("graph/passes/_loops.py", LOOP_PLANS).faults(
+    *File("graph/passes/_hoist.py", LOOP_PLANS).faults(
         Fault("every unit stays gathered between iterations", "hoist", always("total - A[B] <= C")),
         Fault(
             "no unit stays gathered between iterations", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))

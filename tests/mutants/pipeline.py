@@ -44,6 +44,16 @@ MUTANTS = [
             becomes("A.shape[:1] != (1,)", "not A.ndim"),
             ERRORS,
         ),
+        Fault("every block draws the same mask", "Model.run_block", bare("B.C(A, D + 1)")),
+        Fault("the ranks of a pipeline draw different numbers", "call_without_axis", dropped("A != B")),
+        Fault(
+            "a batch that does not divide into micro-batches is accepted",
+            "micro_batch_of.part",
+            never("remainder"),
+            ERRORS,
+        ),
+    ),
+    *File("parallel/pipeline/_block_placement.py", LAWS).faults(
         Fault(
             "the blocks of a pipeline stage are placed in reverse",
             "place_blocks",
@@ -55,14 +65,6 @@ MUTANTS = [
             becomes("[A[B] for B in range(self.C)]", "A.values()"),
         ),
         Fault("idle slots count as blocks", "place_blocks", bare("A[:B[C]]")),
-        Fault("every block draws the same mask", "Model.run_block", bare("B.C(A, D + 1)")),
-        Fault("the ranks of a pipeline draw different numbers", "call_without_axis", dropped("A != B")),
-        Fault(
-            "a batch that does not divide into micro-batches is accepted",
-            "micro_batch_of.part",
-            never("remainder"),
-            ERRORS,
-        ),
     ),
     *File("parallel/pipeline/_execution.py", LAWS).faults(
         Fault("a schedule's table is used although the gradient is differentiated", "run_on_ranks", dropped("A > 1")),
@@ -121,6 +123,8 @@ MUTANTS = [
     *File("parallel/pipeline/_model_checks.py", ERRORS).faults(
         Fault("a tie between blocks is not refused", "check_untied", never("block != A")),
         Fault("a negative number of blocks", "check_depth", becomes("A >= 0", "A >= -9")),
+    ),
+    *File("parallel/pipeline/_pipeline_split.py", ERRORS).faults(
         Fault("the split of a stacked leaf is one dimension off", "PipelineSplit.__call__", bare("A + 1"), AXES),
         Fault("a batch is split over a pipeline's axis", "PipelineSplit.pipeline_axes", dropped("self.axis"), LAWS),
     ),
@@ -145,6 +149,8 @@ MUTANTS = [
             "Stages.uses",
             (swapped("in", "=="), becomes("(0, self.A)", "0")),
         ),
+    ),
+    *File("parallel/pipeline/_value_specs.py", LAWS).faults(
         Fault("a block may return a tensor of another form", "check_output", never("A != B or C[0] != C[1]"), ERRORS),
     ),
     *File("axes/lockstep.py", MESSAGES).faults(
@@ -188,8 +194,8 @@ MUTANTS = [
             "the seconds of a pipeline leave out its bubbles", "pipeline_seconds", becomes("A.makespan", "A.busy[0]")
         ),
     ),
-    *File("graph/passes/_schedule.py", PLAN).faults(
-        Fault("a gather starts ahead in another region of a pipeline", "_next_gathers", never("A.target is B")),
+    *File("graph/passes/scheduling/_prefetches.py", PLAN).faults(
+        Fault("a gather starts ahead in another region of a pipeline", "next_gathers", never("A.target is B")),
     ),
     *File("graph/passes/_regather.py", PLAN).faults(
         Fault(
@@ -198,7 +204,7 @@ MUTANTS = [
             never("A.region_index[B] != A.region_index[C]"),
         ),
     ),
-    *File("graph/passes/_loops.py", PLAN).faults(
+    *File("graph/passes/_hoist.py", PLAN).faults(
         Fault(
             "the gathers of a pipeline's regions are moved out of the loop",
             "_loops",
@@ -212,7 +218,7 @@ MUTANTS = [
             never("other.kind == 'I' and A"),
         ),
     ),
-    *File("graph/passes/_collectives.py", AXES).faults(
+    *File("graph/passes/_bucket.py", AXES).faults(
         Fault("a bucket joins collectives of two regions", "bucket.together", returns("True")),
     ),
     *File("graph/_one_rank.py", PLAN).faults(

@@ -104,12 +104,6 @@ MUTANTS = [
         ),
         Fault("a worker's cache key differs from the step's", "", becomes("copyreg.pickle", "str")),
         Fault(
-            "Inductor is imported on a thread before Dynamo's import has ended",
-            "_start_thread",
-            skipped("A.import_module(B)"),
-            ("tests/test_import.py",),
-        ),
-        Fault(
             "the workaround for GCC 11 and 12 is off",
             "_gcc_workaround",
             becomes("return A", "return {}"),
@@ -133,6 +127,14 @@ MUTANTS = [
             "_AtLength.call_function",
             never("A is B.default"),
             LENGTHS,
+        ),
+    ),
+    *File("_torch/compiler_process.py", COMPILE).faults(
+        Fault(
+            "Inductor is imported on a thread before Dynamo's import has ended",
+            "_start_thread",
+            skipped("A.import_module(B)"),
+            ("tests/test_import.py",),
         ),
     ),
     *File("_torch/decisions.py", DECISIONS).faults(

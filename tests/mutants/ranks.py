@@ -13,20 +13,6 @@ BATCH_PLAN = ("tests/data/test_batch_plan.py",)
 
 MUTANTS = [
     *File("ranks/_launch.py", MEET).faults(
-        Fault("only the first hello is answered", "_answer", becomes("A.get(B) != C", "B not in A")),
-        Fault(
-            "the arrivals of an earlier world count",
-            "_as_rank_0",
-            (
-                becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
-                elsewhere("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
-            ),
-        ),
-        Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),
-        Fault("another rank gives up before rank 0 does", "_await_outcome", always("newest == sign and A")),
-        Fault("a late rank is not waited for", "_as_rank_0", becomes("came_at if A else now", "came_at")),
-        Fault("a rank that never comes is waited for", "_patience", becomes("max(A, _PATIENCE)", "timeout")),
-        Fault("a wait in a dark store has no bound", "_wait_for", becomes("value.result(patience)", "value.result()")),
         Fault(
             "two worlds share keys of the store",
             "_open_store",
@@ -46,6 +32,22 @@ MUTANTS = [
             becomes("not 0 < A < 1000000000.0", "A <= 0 or A >= 1000000000.0"),
             MESH,
         ),
+    ),
+    *File("ranks/_rendezvous.py", MEET).faults(
+        Fault("only the first hello is answered", "_answer", becomes("A.get(B) != C", "B not in A")),
+        Fault(
+            "the arrivals of an earlier world count",
+            "_as_rank_0",
+            (
+                becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
+                elsewhere("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
+            ),
+        ),
+        Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),
+        Fault("another rank gives up before rank 0 does", "_await_outcome", always("newest == sign and A")),
+        Fault("a late rank is not waited for", "_as_rank_0", becomes("came_at if A else now", "came_at")),
+        Fault("a rank that never comes is waited for", "store_patience", becomes("max(A, _PATIENCE)", "timeout")),
+        Fault("a wait in a dark store has no bound", "_wait_for", becomes("value.result(patience)", "value.result()")),
     ),
     *File("ranks/_mesh_shape.py", MESH).faults(
         Fault("simulated_ranks= is ignored", "fill_shape", bare("B or A")),
@@ -73,14 +75,6 @@ MUTANTS = [
     ),
     *File("_torch/state.py", SWITCHED).faults(
         Fault(
-            "a setting of torch that a rank changes stays changed",
-            "RankSettings.undo",
-            skipped("A({B: self.C[B] for B in self.D})"),
-        ),
-        Fault(
-            "a rank's settings of torch are not restored when it goes on", "RankSettings.apply", skipped("A(self.B)")
-        ),
-        Fault(
             "a rank's saved-tensor hooks are not kept",
             "_with_saved_tensor_hooks",
             becomes("A._push_saved_tensors_default_hooks(*B)", "A._saved_tensors_hooks_enable()"),
@@ -96,13 +90,23 @@ MUTANTS = [
             never("torch.get_num_threads() != A"),
         ),
     ),
-    *File("axes/_lockstep_run.py", SWITCHED).faults(
+    *File("_torch/process_state.py", SWITCHED).faults(
+        Fault(
+            "a setting of torch that a rank changes stays changed",
+            "RankSettings.undo",
+            skipped("A({B: self.C[B] for B in self.D})"),
+        ),
+        Fault(
+            "a rank's settings of torch are not restored when it goes on", "RankSettings.apply", skipped("A(self.B)")
+        ),
+    ),
+    *File("axes/_rank_threads.py", SWITCHED).faults(
         Fault(
             "a rank ends while others still use its forward-mode level", "_hold_forward_level.wait", skipped("A.wait()")
         ),
         Fault("a forked process uses its parent's threads", "process_threads", becomes("os.getpid()", "0")),
     ),
-    *File("_torch/levels.py", TORCH).faults(
+    *File("_torch/running_transforms.py", TORCH).faults(
         Fault("vmap's warnings return when the first thread ends", "quiet_vmap_fallback", always("not A")),
     ),
 ]

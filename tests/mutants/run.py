@@ -74,7 +74,7 @@ MUTANTS = [
         ),
         Fault("a row is held for one more iteration", "loop_function.run", skipped("del A"), LOOP_PLANS),
     ),
-    *File("graph/run/_backends.py", COMPILE).faults(
+    *File("graph/run/_auto_backend.py", COMPILE).faults(
         Fault('backend "auto" waits for an import', "_Auto._load", dropped("not A(B)")),
         Fault('backend "auto" loads all segments within one step', "_Auto._load", dropped("time.monotonic() < A")),
         Fault(

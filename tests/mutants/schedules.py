@@ -26,7 +26,6 @@ def named_schedules() -> list[str]:
 
 MUTANTS = [
     *File("parallel/schedules/_simulation.py", CHECK).faults(
-        Fault("a gradient that is sent early comes late", "Durations.until_output", never("A == B and C"), LAWS),
         Fault("an action may stand twice", "_check_positions", becomes("A > 1", "A > 2")),
         Fault(
             "a rank may run a stage of another rank",
@@ -52,6 +51,9 @@ MUTANTS = [
         ),
         Fault("actions that wait for one another are not refused", "walk", never("waiters")),
     ),
+    *File("parallel/schedules/_timing.py", CHECK).faults(
+        Fault("a gradient that is sent early comes late", "Durations.until_output", never("A == B and C"), LAWS),
+    ),
     *File("parallel/schedules/_actions.py", CHECK).faults(
         Fault("B does not wait for its forward pass", "inputs_of", bare("(B('F', C, D), *A)")),
         Fault("W does not wait for I", "inputs_of", dropped("A('G', s, B)")),
@@ -73,7 +75,7 @@ MUTANTS = [
         Fault("gradients are sent to the next stage", "PipelineSchedule.messages", always("A.kind == 'F'")),
         Fault("a parsed table is not checked", "PipelineSchedule.parse", skipped("A(B)"), PARSE),
     ),
-    *File("parallel/schedules/_simulation.py", LAWS).faults(
+    *File("parallel/schedules/_timing.py", LAWS).faults(
         Fault("a message within one rank takes the latency", "time_schedule", always("A.rank_of_stage[B.stage] != C")),
         Fault("messages between ranks take no latency", "time_schedule", becomes("A.latency", "0.0")),
         Fault(
@@ -112,7 +114,7 @@ MUTANTS = [
             becomes("[A for A in B if C]", "[A for A in B if True or C]"),
         ),
     ),
-    *File("parallel/schedules/_actions.py", PARSE).faults(
+    *File("parallel/schedules/_torch_tables.py", PARSE).faults(
         Fault(
             "one of two overlapped actions is lost",
             "_actions",

@@ -15,13 +15,15 @@ PROCESSES = on_processes("pipeline")
 
 MUTANTS = [
     *File("parallel/pipeline/_model_checks.py", ERRORS).faults(
+        Fault("a state of a stacked list is not stacked", "map_blocks", becomes("A(B)(C(B))", "B[name]"), TOOLS),
+    ),
+    *File("parallel/pipeline/_pipeline_split.py", ERRORS).faults(
         Fault(
             "the items of a stacked list are listed by rank, not by row",
             "PipelineSplit.stacked",
             bare("tuple(zip(*A, strict=True))"),
         ),
         Fault("leaves need not be stacked", "PipelineSplit.__call__", never("A.shape[0] != B(self.axis)")),
-        Fault("a state of a stacked list is not stacked", "map_blocks", becomes("A(B)(C(B))", "B[name]"), TOOLS),
     ),
     *File("sharding/units/_units.py", CHECKPOINT).faults(
         Fault("the spec of a stacked list has no items", "_make_unit", becomes("A.get(B)", "None")),
@@ -34,7 +36,7 @@ MUTANTS = [
         Fault("outputs keep a graph", "Pipeline.outputs.outputs", becomes("with torch.no_grad(): ...", "if True: ...")),
         Fault("outputs returns the loss's values", "Pipeline.outputs", bare("replace(A, last=B)")),
     ),
-    *File("sharding/_spec.py", TOOLS).faults(
+    *File("sharding/_stacked_items.py", TOOLS).faults(
         Fault("a list whose name has the same ending is taken", "prefix_of", bare("f'.{A}'"), CHECKPOINT),
         Fault("a stacked block's path is its slot, not its number", "path_on_rank", becomes("A.B(C)", "B")),
         Fault(
@@ -43,21 +45,21 @@ MUTANTS = [
             becomes("A[B[0].axis]", "0 * A[B[0].axis]"),
         ),
     ),
-    *File("checkpoint/layout/_local_tree.py", CHECKPOINT).faults(
+    *File("checkpoint/layout/_unit_parts.py", CHECKPOINT).faults(
         Fault(
             "each row of a stacked leaf has the first item's name",
-            "_list_unit_parts",
+            "list_unit_parts",
             becomes("(A, False)", "(any_index, False)"),
         ),
         Fault(
             "the value of an idle slot is saved as a leaf of its own",
-            "_list_unit_parts",
+            "list_unit_parts",
             becomes("(A, True)", "(A, False)"),
         ),
-        Fault("the copies of a tied leaf are saved several times", "_list_unit_parts", never("is_copy")),
-        Fault("the split of a stacked leaf in a checkpoint is one dimension off", "_list_unit_parts", bare("A - 1")),
-        Fault("blocks are saved in the ranks' order", "_in_order.sort_key", becomes("A.B", "0", at="4 of 5")),
-        Fault("a list with another name is accepted", "_list_unit_parts", never("item is None")),
+        Fault("the copies of a tied leaf are saved several times", "list_unit_parts", never("is_copy")),
+        Fault("the split of a stacked leaf in a checkpoint is one dimension off", "list_unit_parts", bare("A - 1")),
+        Fault("blocks are saved in the ranks' order", "in_tree_order.sort_key", becomes("A.B", "0", at="4 of 5")),
+        Fault("a list with another name is accepted", "list_unit_parts", never("item is None")),
     ),
     *File("checkpoint/layout/_ranges.py", CHECKPOINT).faults(
         Fault(

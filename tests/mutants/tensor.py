@@ -103,6 +103,9 @@ MUTANTS = [
         ),
     ),
     *File("parallel/tensor/_styles.py", LAYERS).faults(
+        Fault("a packed matrix is split without unpacking", "ParamSplit.unpacked_dim", returns("self.dim")),
+    ),
+    *File("parallel/tensor/_style_splits.py", LAYERS).faults(
         Fault(
             "the number of groups of heads is not divided",
             "Heads.attributes",
@@ -110,7 +113,6 @@ MUTANTS = [
             TRANSFORMERS,
         ),
         Fault("the number of heads is not divided", "Heads.attributes", bare("local_counts[A]")),
-        Fault("a packed matrix is split without unpacking", "ParamSplit.unpacked_dim", returns("self.dim")),
     ),
     *File("parallel/tensor/_regions.py", LAYERS).faults(
         Fault("an error of fzero gets a hint about heads", "Region.__call__", always("not is_message(A, B)")),
@@ -149,8 +151,8 @@ MUTANTS = [
             skipped("A(B, self.axis, self.invariant_loss, self.C)"),
         ),
     ),
-    *File("transforms/_remat.py", COPIES).faults(
-        Fault("blocks that run again are not checked", "_Remat.backward", becomes("A.deferred_checks", "None")),
+    *File("transforms/_remat_runs.py", COPIES).faults(
+        Fault("blocks that run again are not checked", "RematFunction.backward", becomes("A.deferred_checks", "None")),
     ),
     *File("transforms/_value_and_grad.py", COPIES).faults(
         Fault("the losses of an ensemble's models count as one value", "_invariant_axes", dropped("not all(A)")),

@@ -147,10 +147,10 @@ MUTANTS = [
         ),
         Fault("the loss is scaled as well", "_ScaleGradient.forward", returns("x * scale")),
     ),
-    *File("transforms/_remat.py", REMAT).faults(
+    *File("transforms/_remat_runs.py", REMAT).faults(
         Fault(
             "remat's gradient forgets an input",
-            "_Remat.backward",
+            "RematFunction.backward",
             becomes("[A for A, B in C if B]", "[A for A, B in C if B][:1]"),
         ),
     ),

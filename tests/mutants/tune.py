@@ -247,7 +247,9 @@ MUTANTS = [
     ),
     *File("tuning/models/_steps.py", MODELS).faults(
         Fault("the other half of the blocks recomputes too", "_forms_of_block", never("A == B")),
-        Fault("a chunked loss has all logits at once", "_head_loss", never("A.chunked")),
+    ),
+    *File("tuning/models/_forward_pass.py", MODELS).faults(
+        Fault("a chunked loss has all logits at once", "head_loss", never("A.chunked")),
     ),
     *File("tuning/models/_model_names.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
@@ -256,17 +258,21 @@ MUTANTS = [
         Fault("head_dim of the configuration is ignored", "ModelShape.head_width", dropped("self.head")),
     ),
     *File("tuning/models/_steps.py", MODELS).faults(
-        Fault("attention is always fused", "_attention", never("A.explicit")),
         Fault("a text beyond the model's positions is accepted", "model_step", never("0 < A.positions < B")),
         Fault("the planner does not split experts", "_rules", never("A.ep > 1")),
         Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
         Fault("the planner may split an attention head", "ModelStep._check", never("A % B.tp"), PARALLELISM),
     ),
+    *File("tuning/models/_forward_pass.py", MODELS).faults(
+        Fault("attention is always fused", "_attention", never("A.explicit")),
+    ),
     *File("tuning/models/_steps.py", MODEL_AXES).faults(
-        Fault("a norm's gradient is that of one rank's tokens", "_for_own_tokens", never("A.sequence")),
         Fault("ranks along tp hold all tokens between layers", "ModelStep._options", never("A > 1 and B and C == 0")),
-        Fault("ranks along cp have the positions of the first", "_learned_positions", never("axis_if_bound('cp')")),
         Fault("images are split along their tokens", "ModelStep._check_tokens", never("A == 'image'")),
+    ),
+    *File("tuning/models/_forward_pass.py", MODEL_AXES).faults(
+        Fault("a norm's gradient is that of one rank's tokens", "_for_own_tokens", never("A.sequence")),
+        Fault("ranks along cp have the positions of the first", "_learned_positions", never("axis_if_bound('cp')")),
     ),
     *File("tuning/_peer_estimates.py", PEER_ESTIMATES).faults(
         Fault("DeepSpeed's estimate leaves the gradients out", "deepspeed_zero2", constant(4, 2, at="2 of 3")),
@@ -375,7 +381,6 @@ MUTANTS = [
     ),
     *File("tuning/machines/_calibrate.py", CALIBRATE).faults(
         Fault("the speeds of float32 and half precision are swapped", "calibrate", becomes("(A / B, C)", "(B / A, C)")),
-        Fault("the speed of a copy counts wrong bytes", "_copy_speed", becomes("2 * 4", "-4")),
         Fault("the latency of a ring is counted in its speed", "_fit_links", bare("A - (B - 1) * C")),
         Fault("a link's speed includes its latency", "_fit_links", bare("max(A - B, 0.1 * A)")),
         Fault(
@@ -387,6 +392,9 @@ MUTANTS = [
             always("A > 1", at="1 of 2"),
             (*CALIBRATE, "-m", "slow or not slow"),
         ),
+    ),
+    *File("tuning/machines/_stopwatches.py", CALIBRATE).faults(
+        Fault("the speed of a copy counts wrong bytes", "copy_speed", becomes("2 * 4", "-4")),
     ),
     *File("tuning/_verdicts.py", RULES).faults(
         Fault("rules that contradict the plans are kept", "verdicts", always("A[0] is B")),

@@ -29,7 +29,7 @@ MUTANTS = [
         Fault("a step that ignores the ratio is not reported", "_does_not_fit", never("none.A == B")),
         Fault("the summary shows device bytes as the host's", "_summary", constant("device", "host")),
     ),
-    *File("tuning/_row.py", RATIO).faults(
+    *File("tuning/_configured_step.py", RATIO).faults(
         Fault("a budget of nan is accepted", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),
     ),
     *File("tuning/offload/_offload_costs.py", COSTS).faults(

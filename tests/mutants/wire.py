@@ -84,7 +84,7 @@ MUTANTS = [
     *File("graph/ir/_collective_nodes.py", CODED).faults(
         Fault("codes are sent in the order of work", "sends_codes", never("A and B")),
     ),
-    *File("graph/passes/_collectives.py", CODED).faults(
+    *File("graph/passes/_bucket.py", CODED).faults(
         Fault("maxima of gradients wait for each other", "bucket", dropped("n in from_inputs")),
     ),
 ]

@@ -10,7 +10,8 @@ from fzero import optim, tuning
 from fzero.tuning import Configuration
 from fzero.tuning._recipe import recipe
 from fzero.tuning.models import ModelStep
-from fzero.tuning.models._model_names import PRESETS, ModelShape, init, make_batch
+from fzero.tuning.models._model_names import ModelShape, init, make_batch
+from fzero.tuning.models._presets import PRESETS
 from tests.tuning.helpers import TINY
 
 LENGTH = 16

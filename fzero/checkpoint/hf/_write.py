@@ -17,7 +17,8 @@ from fzero.checkpoint._agree import agree, all_or_none
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._tensor_bytes import byte_views, view_bytes
-from fzero.checkpoint.hf._read import INDEX, SINGLE, NamedLeaf, StoredTensor, named_leaves
+from fzero.checkpoint.hf._named_leaves import NamedLeaf, named_leaves
+from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE, StoredTensor
 from fzero.checkpoint.layout import NAMES, ChunkRange, LocalTree, full_chunk, local_tree, runs
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import slice_elements

@@ -3,7 +3,7 @@
 from fzero.checkpoint.layout._bounded_json import parse_json
 from fzero.checkpoint.layout._chunks import ChunkRange, full_chunk, rectangles, runs
 from fzero.checkpoint.layout._json_values import is_empty, is_none, paths_of, values_like
-from fzero.checkpoint.layout._local_tree import LeafSource, LocalPiece, LocalTree, PlainMemory, is_entry, local_tree
+from fzero.checkpoint.layout._local_tree import LocalPiece, LocalTree, PlainMemory, is_entry, local_tree
 from fzero.checkpoint.layout._manifest import (
     DTYPES,
     MANIFEST,
@@ -19,6 +19,7 @@ from fzero.checkpoint.layout._manifest import (
     xxh3_checksum,
 )
 from fzero.checkpoint.layout._ranges import Leaf, TreeLayout
+from fzero.checkpoint.layout._unit_parts import LeafSource
 
 __all__ = [
     "DTYPES",

@@ -1,7 +1,7 @@
 """The part of a tree that this process holds: the tree's layout, and the tensor that each piece of a leaf lies in."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,128 +12,11 @@ from fzero.checkpoint.layout._chunks import ChunkRange
 from fzero.checkpoint.layout._json_values import is_json
 from fzero.checkpoint.layout._manifest import NAMES
 from fzero.checkpoint.layout._ranges import Leaf, LeafGroup, LeafPiece, TreeLayout
+from fzero.checkpoint.layout._unit_parts import LeafSource, UnitPart, in_tree_order, list_unit_parts
 from fzero.ranks import Mesh
-from fzero.sharding import (
-    PerRank,
-    Shard,
-    Spec,
-    Split,
-    check_sharded_for,
-    is_box,
-    item_of,
-    prefix_of,
-    sharded_units,
-    stacked_of,
-)
+from fzero.sharding import PerRank, Shard, Spec, check_sharded_for, is_box, sharded_units
 
-__all__ = ["LeafSource", "LocalPiece", "LocalTree", "PlainMemory", "is_entry", "local_tree"]
-
-# The leaves of a unit in a checkpoint. All ranks hold the same leaves, or each rank its own items of a stacked list.
-
-
-class LeafSource(NamedTuple):
-    """The part of a tree that a leaf of a checkpoint comes from.
-
-    Attributes:
-        path: the path in the tree. It differs from the leaf's path if the leaf is a row of a stacked leaf.
-        list: the path of the stacked list, if the leaf is an item of one.
-        item_index: the index of the leaf's item in the full list.
-    """
-
-    path: str
-    list: str | None = None
-    item_index: int = 0
-
-
-class _Member(NamedTuple):
-    """One occurrence of a leaf of a unit.
-
-    Attributes:
-        index: the index of the leaf in the unit.
-        path: its path in the checkpoint.
-        source: the part of the tree that it comes from.
-        is_copy: whether the occurrence is an unused copy. `path` is then the path of a leaf of the same shape.
-    """
-
-    index: int
-    path: str
-    source: LeafSource
-    is_copy: bool = False
-
-
-class _UnitPart(NamedTuple):
-    """The leaves of a unit that some ranks hold; nearly always all ranks hold all leaves.
-
-    Attributes:
-        members: the occurrences of the leaves; tied leaves have several.
-        shapes: the full shape of each leaf.
-        split: the axes along which each leaf is split.
-        coordinates: the ranks that hold the part, as coordinates along an axis; empty if all ranks hold it.
-    """
-
-    members: list[_Member]
-    shapes: tuple[tuple[int, ...], ...]
-    split: tuple[Split, ...]
-    coordinates: tuple[tuple[str, int], ...] = ()
-
-
-def _list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) -> list[_UnitPart]:
-    """List the parts of a unit: one that all ranks hold, or each rank's own items of a stacked list.
-
-    Args:
-        label: the name of the tree in messages.
-        spec: the spec of the unit.
-        members: the path of each occurrence of a leaf in the tree, and the leaf's index in the unit. The unit's first
-            leaf comes first.
-
-    Raises:
-        ValueError: if a leaf of a stacked list does not lie in the list. The message names the first such leaf.
-    """
-    stack_info = stacked_of(spec)
-    if stack_info is None:
-        return [_UnitPart([_Member(i, path, LeafSource(path)) for path, i in members], spec.full_shapes, spec.split)]
-    along, stacked = stack_info
-    path, index = members[0]
-    prefix = prefix_of(path, spec.paths[index])
-    items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
-    shapes = tuple([shape[1:] for shape in spec.full_shapes])
-    splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
-    parts = [_UnitPart([], shapes, tuple(splits), ((along.axis, coordinate),)) for coordinate in range(along.size)]
-    for (path, index), item in zip(members, items, strict=True):
-        if item is None:
-            raise ValueError(
-                f"{label} leaf {path!r} is the parameter {spec.paths[index]!r} of the list {stacked.key!r}, which is "
-                f"stacked by rank: expected a tree that holds this list under the key {stacked.key!r}"
-            )
-        any_index = next(i for i in item.indices if i is not None)
-        for part, own_index in zip(parts, item.indices, strict=True):
-            item_index, is_copy = (any_index, True) if own_index is None else (own_index, False)
-            if not (is_copy and any(m.index == index for m in part.members)):  # a tied leaf needs one copy only
-                source = LeafSource(path, item.list, item_index)
-                part.members.append(_Member(index, item.path(item_index), source, is_copy))
-    return parts
-
-
-def _in_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> dict[str, LeafSource]:
-    """Sort leaves by their order in the tree, and leaves of a stacked list by their order in the full list.
-
-    Args:
-        sources: the source of each leaf, by the leaf's path.
-        paths: the paths of the tree, in order.
-    """
-    position = {path: i for i, path in enumerate(paths)}
-    first: dict[str, int] = {}
-    for source in sources.values():
-        if source.list is not None:
-            first[source.list] = min(first.get(source.list, len(paths)), position[source.path])
-
-    def sort_key(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
-        source = item[1]
-        if source.list is None:
-            return position[source.path], 0, 0
-        return first[source.list], source.item_index, position[source.path]
-
-    return dict(sorted(sources.items(), key=sort_key))
+__all__ = ["LocalPiece", "LocalTree", "PlainMemory", "is_entry", "local_tree"]
 
 
 class LocalPiece(NamedTuple):
@@ -329,7 +212,7 @@ class _LocalTreeBuilder:
             )
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
         memory = _BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)
-        parts = _list_unit_parts(self.label, spec, members)
+        parts = list_unit_parts(self.label, spec, members)
         indices = [self._add_members(part, shard.dtype) for part in parts]
         index_by_path = {self.leaves[i].path: i for leaf_indices in indices for i in leaf_indices.values()}
         for part, leaf_indices in zip(parts, indices, strict=True):
@@ -348,7 +231,7 @@ class _LocalTreeBuilder:
             )
             self.memory.append(memory)
 
-    def _add_members(self, part: _UnitPart, dtype: torch.dtype) -> dict[int, int]:
+    def _add_members(self, part: UnitPart, dtype: torch.dtype) -> dict[int, int]:
         """Add the leaves of a part of a unit, and return the index of each leaf by its index in the unit."""
         indices: dict[int, int] = {}
         for m in part.members:
@@ -394,4 +277,4 @@ class _LocalTreeBuilder:
         layout = TreeLayout(
             mesh=self.mesh, leaves=tuple(self.leaves), groups=tuple(self.groups), ties=self.ties, values=self.values
         )
-        return LocalTree(layout, ranks, tuple(self.memory), _in_order(self.sources, paths))
+        return LocalTree(layout, ranks, tuple(self.memory), in_tree_order(self.sources, paths))

@@ -25,6 +25,7 @@ from fzero.graph.ir._collective_nodes import (
     write_part,
 )
 from fzero.graph.ir._collective_sizes import collective_axes, collective_kind, full_bytes, group_size, moved_numel
+from fzero.graph.ir._memory_spaces import TO_DEVICE, TO_HOST, SpaceError, check_spaces, has_moves, is_move, on_host
 from fzero.graph.ir._node_order import check_order, copy_graph, sort_by_needs, sort_graph
 from fzero.graph.ir._node_work import feeding_work, flops, input_only_nodes, is_cheap, parameter_gathers
 from fzero.graph.ir._nodes import (
@@ -62,18 +63,7 @@ from fzero.graph.ir._ops import (
     name_of,
     only_copies,
 )
-from fzero.graph.ir._storages import (
-    TO_DEVICE,
-    TO_HOST,
-    SpaceError,
-    Storages,
-    check_spaces,
-    has_moves,
-    is_move,
-    on_host,
-    storages,
-    storages_in,
-)
+from fzero.graph.ir._storages import Storages, storages, storages_in
 
 __all__ = [
     "CASTS",

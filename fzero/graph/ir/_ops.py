@@ -275,8 +275,6 @@ def is_pointwise(node: Node) -> bool:
 
 
 # Passes query every node many times, but a graph has few distinct operations: the answers are cached.
-
-
 @functools.lru_cache(maxsize=4096)
 def _makes_view(operation: Any) -> bool:
     return (isinstance(operation, OpOverload) and operation.is_view) or _OperationTraits.VIEW in _row_of(operation)

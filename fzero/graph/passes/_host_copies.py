@@ -24,9 +24,6 @@ from fzero.graph.ir import (
 __all__ = ["keep_on_host", "move_early"]
 
 
-# keep_on_host: parameters are not moved to the host for the backward pass; other values are copied once.
-
-
 def keep_on_host(graph: Graph) -> Graph:
     """Remove round trips of parameters to the host, and copy every other value to the host only once.
 
@@ -63,9 +60,6 @@ def _gathered_values(graph: Graph) -> set[Node]:
         if is_input(n) or (is_light and n.all_input_nodes and all(a in gathered for a in n.all_input_nodes)):
             gathered.add(n)
     return gathered
-
-
-# move_early: a value is copied to the host before it is scaled, so that the copy need not wait for the factor.
 
 
 def move_early(graph: Graph) -> Graph:

@@ -39,8 +39,6 @@ from fzero.graph.planning._storage_kinds import KINDS
 
 __all__ = ["Plan", "PlanSettings", "Rejected", "make_plan"]
 
-# A scheduled graph as a plan lists it: the operations of a loop's body follow the loop, once, as one iteration.
-
 
 class _ListedOperation(NamedTuple):
     """An operation in a plan, and the number of times that it runs."""

@@ -1,4 +1,4 @@
-"""A scheduled graph as subgraphs, and the values between them. A subgraph runs alone or is compiled."""
+"""A scheduled graph as subgraphs: lists of nodes in the order of the schedule. Each runs alone or is compiled."""
 
 import operator
 from bisect import bisect_left
@@ -31,27 +31,19 @@ from fzero.graph.ir import (
 from fzero.graph.loop._loop import loop_of
 
 __all__ = [
-    "exports",
-    "needed_views",
-    "operands",
+    "is_alias",
     "parts_of_arguments",
     "read_by_kernels",
     "resolve_alias",
     "runs_alone",
     "scalars_of",
-    "sources",
     "split_into_subgraphs",
-    "views_to",
-    "written_argument",
 ]
 
-# Scalars: 0-d values computed from 0-d values, such as an optimizer's bias corrections and learning rate.
-#
+
 # Inductor computes a scalar within each kernel that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
 # scalars run before the kernels (`split_into_subgraphs`), or their segment returns them: Inductor computes a result
 # only once.
-
-
 def scalars_of(nodes: Iterable[Node]) -> set[Node]:
     """Return a graph's scalars. A constant counts only if scalars alone use it: the compiler folds constants."""
     zero_dim = [n for n in nodes if n.op == "call_function" and _is_zero_dim(n) and not is_random(n)]
@@ -76,9 +68,6 @@ def _is_zero_dim(node: Node) -> bool:
     if isinstance(val, torch.Tensor) and val.dim():  # so are nearly all
         return False
     return bool(stand_ins_of(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in stand_ins_of(a))
-
-
-# Subgraphs: lists of nodes in the order of the schedule. Each runs alone or is compiled as a segment.
 
 
 def split_into_subgraphs(
@@ -108,7 +97,7 @@ def split_into_subgraphs(
     chunk: int | None = None  # the latest chunk that an operation belongs to
     is_host = False
     for n in nodes:
-        if n.op != "call_function" or _is_alias(n):
+        if n.op != "call_function" or is_alias(n):
             continue
         if n.target is operator.getitem:  # a tuple does not leave its segment
             builder.put(n, builder.subgraph_index[n.all_input_nodes[0]])
@@ -282,7 +271,7 @@ def _packs(node: Node) -> bool:
     return bool(users) and all(is_reduce_collective(u) for u in users)
 
 
-def _is_alias(node: Node) -> bool:
+def is_alias(node: Node) -> bool:
     """Return whether a node is a view, or an item of a view of several tensors, of a collective or of a loop."""
     if node.target is operator.getitem:
         source = node.args[0]
@@ -298,7 +287,7 @@ def _block(node: Node) -> str:
 
 def resolve_alias(node: Node) -> Node:
     """Return the value that a node is an alias of, or the node itself."""
-    while _is_alias(node):
+    while is_alias(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -316,84 +305,3 @@ def parts_of_arguments(graph: Graph) -> set[Node]:
             slices.setdefault((argument, n.meta["val"].shape), []).append(n)
     own_parts = {n for n in graph.nodes if _is_own_part(n)}
     return own_parts | {n for nodes in slices.values() if len(nodes) > 1 for n in nodes}
-
-
-# Between subgraphs: which values later subgraphs need, and which views must exist as values.
-
-
-def written_argument(node: Node) -> Node:
-    """Return the argument that a write overwrites, which is its result; return any other node itself."""
-    while node.target is COPY:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def operands(subgraph: Sequence[Node]) -> list[Node]:
-    """List the arguments of the nodes of a subgraph."""
-    return [a for n in subgraph for a in n.all_input_nodes]
-
-
-def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
-    """List the values that nodes are or alias; `parts` count as values."""
-    values: dict[Node, None] = {}
-    stack = list(reversed(nodes))
-    visited = set()
-    while stack:
-        n = stack.pop()
-        if n in visited:
-            continue
-        visited.add(n)
-        if _is_alias(n) and n not in parts:
-            stack += n.all_input_nodes
-        else:
-            values[written_argument(n)] = None
-    return list(values)
-
-
-def needed_views(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> set[Node]:
-    """List the aliases that must exist as values: operands of subgraphs that run alone, and results of the graph."""
-    views: set[Node] = set()
-    stack = [a for subgraph in subgraphs if runs_alone(subgraph[0]) for a in subgraph[0].all_input_nodes]
-    stack += results
-    while stack:
-        n = stack.pop()
-        if _is_alias(n) and n not in views:
-            views.add(n)
-            stack += n.all_input_nodes
-    return views
-
-
-def exports(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
-    """List for each subgraph the values that later subgraphs or the caller need."""
-    subgraph_index = {n: i for i, subgraph in enumerate(subgraphs) for n in subgraph}
-    exported: list[dict[Node, None]] = [{} for _ in subgraphs]
-    for i, subgraph in enumerate(subgraphs):
-        for x in sources(operands(subgraph)):
-            if x in subgraph_index and subgraph_index[x] != i:
-                exported[subgraph_index[x]][x] = None
-    for x in sources(results):
-        if x in subgraph_index:
-            exported[subgraph_index[x]][x] = None
-    return [list(e) for e in exported]
-
-
-def views_to(nodes: Sequence[Node], register_of: Mapping[Node, int], view_values: AbstractSet[Node]) -> list[Node]:
-    """List the views that must run for `nodes` to have registers, in an order that can run.
-
-    Args:
-        nodes: values that are about to be used.
-        register_of: the registers of all values computed so far.
-        view_values: the views that exist as values.
-    """
-    ordered: dict[Node, None] = {}
-    stack = [(n, False) for n in reversed(nodes)]
-    while stack:
-        n, ready = stack.pop()
-        if n in register_of or n not in view_values or n in ordered:
-            continue
-        if ready:
-            ordered[n] = None
-        else:
-            stack.append((n, True))
-            stack += [(a, False) for a in n.all_input_nodes]
-    return list(ordered)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["details", "draw", "headline", "phase_spans", "short_path", "summary"]
 
-# A plan as text.
-
 
 _LABELED = ("gathered", "activations", "gradients", "buffers")  # the kinds whose largest value the summary names
 
@@ -166,9 +164,6 @@ def short_path(line: str) -> str:
 
 def _settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join([f"{k} {v}" if isinstance(v, bool | str) else f"{k} {v:,}" for k, v in settings.items()])
-
-
-# A plan as a figure.
 
 
 _LETTERS = 120  # that fit side by side over the width of the figure

@@ -1,11 +1,8 @@
 """The backends: four ways to run a scheduled graph, each in exactly its order."""
 
-import logging
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
@@ -14,110 +11,17 @@ from fzero._torch import is_profiling
 from fzero.graph._collector import pause_collector
 from fzero.graph._polynomials import Shapes
 from fzero.graph.ir import graph_results, is_input
+from fzero.graph.run._auto_backend import make_auto
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_of_segment
 from fzero.graph.run._executable import Executable, distinct_segments, run_marked, run_operations, run_segments
-from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, merge_refusals, notify, serialize
+from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, notify
 from fzero.graph.run._lengths import Lengths, for_all_lengths
-from fzero.graph.run._program import Program, make_copies_async, make_program
-from fzero.graph.run._segment_compiler import (
-    Code,
-    Runs,
-    can_load,
-    compile_all,
-    compile_and_mark,
-    compile_graph,
-    is_compiled,
-    progress,
-)
-from fzero.graph.run._workers import Workers, helpers, start
-from fzero.ranks import Mesh, gather_texts
+from fzero.graph.run._program import make_copies_async, make_program
+from fzero.graph.run._segment_compiler import compile_all, compile_graph, is_compiled, progress
+from fzero.graph.run._workers import helpers, start
+from fzero.ranks import Mesh
 
 __all__ = ["BACKENDS", "LoweringOptions", "lower"]
-
-# Auto: a step that runs uncompiled until other processes have compiled it.
-#
-# Uncompiled and compiled steps follow one plan, but round sums differently, as eager and compiled code do. So all ranks
-# switch in the same step: otherwise copies of one parameter would come to differ.
-
-
-_log = logging.getLogger("fzero.jit")
-
-_SECONDS = 0.5  # the time within one step for loading compiled code
-
-
-def _make_auto(slow: Runs, program: Program, codes: Sequence[Code], workers: Workers, mesh: Mesh | None) -> Runs:
-    """Make a function that runs a step uncompiled at first, and compiled as soon as all ranks can.
-
-    Args:
-        slow: the step, operation by operation.
-        program: the step, in segments.
-        codes: the step's distinct segments.
-        workers: the processes that compile the missing segments.
-        mesh: the mesh whose ranks switch together.
-    """
-    return _Auto(slow=slow, program=program, pending=list(codes), workers=workers, mesh=mesh)
-
-
-@dataclass
-class _Auto:
-    """The function that `_make_auto` makes, and its progress.
-
-    Attributes:
-        pending: the segments that are not loaded yet.
-        loaded: the functions of loaded segments, by the name of their code.
-        refusals: the reasons of segments that cannot run compiled, by the name of their code.
-        calls: how often the step was called uncompiled.
-        fast: the compiled step, once it runs.
-    """
-
-    slow: Runs
-    program: Program
-    pending: list[Code]
-    workers: Workers
-    mesh: Mesh | None
-    loaded: dict[str, Runs] = field(default_factory=dict)
-    refusals: dict[str, Refusal] = field(default_factory=dict)
-    calls: int = 0
-    fast: Runs | None = None
-
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run the step, compiled if possible."""
-        if self.fast is None:
-            self.calls += 1
-            self._load()
-            self._switch()
-        return self.slow(args) if self.fast is None else self.fast(args)
-
-    def _load(self) -> None:
-        """Load and check compiled segments for a while. If the workers have ended, compile the missing ones here."""
-        until = time.monotonic() + _SECONDS
-        while self.pending and time.monotonic() < until:
-            code = next((c for c in self.pending if is_compiled(c) or self.workers.are_done()), None)
-            if code is None or not can_load(code):
-                return
-            outcome = compile_checked(code, compile_and_mark)
-            if isinstance(outcome, Refusal):
-                self.refusals[code.name] = outcome
-            else:
-                self.loaded[code.name] = outcome
-            self.pending.remove(code)
-
-    def _switch(self) -> None:
-        """Switch to compiled code if all ranks can. They compare at each of the first 32 calls, then at every 32nd."""
-        refusals = self.refusals
-        if self.mesh is not None and self.mesh.distributed:
-            if self.calls > 32 and self.calls % 32:
-                return
-            texts = gather_texts("" if self.pending else serialize(refusals, self.mesh.rank), self.mesh, "jit/auto")
-            if not all(texts):
-                return
-            refusals = merge_refusals(texts)
-        elif self.pending:
-            return
-        self.workers.stop()
-        notify([*refusals.values()], self.mesh, strict=False)
-        _log.info("the step runs compiled from call %d on", self.calls)
-        self.fast = run_segments(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
 
 
 class LoweringOptions(NamedTuple):
@@ -218,7 +122,7 @@ def _auto(graph: Graph, demand: LoweringOptions) -> Executable:
     codes = distinct_segments(program)
     cold = [code for code in codes if not is_compiled(code)]
     workers = start(cold, 1 if cold else 0, nice=10)
-    runs = _make_auto(run_operations(graph), program, codes, workers, demand.mesh)
+    runs = make_auto(run_operations(graph), program, codes, workers, demand.mesh)
     weakref.finalize(runs, workers.stop)  # a step may be freed while the workers compile
     return Executable(runs, sum(1 for _ in program.segments()), len(codes))
 

@@ -34,12 +34,8 @@ from fzero.sharding import flatten_by_copies, flatten_leaves
 __all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "run_segments"]
 
 
-# Borders: compiled code gets arguments in the layout that it was compiled for.
-#
 # The results of a segment have the traced strides (`_torch.inductor`). But an operation between segments may lay out
 # its result otherwise than its stand-in. Then the segment gets a copy in the traced layout.
-
-
 def _with_traced_layouts(runs: Runs, graph: Graph, stand_ins: Sequence[Any]) -> Runs:
     """Make a function that first copies the arguments whose layout differs from their stand-ins.
 

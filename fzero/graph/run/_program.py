@@ -13,21 +13,12 @@ from fzero.graph.loop._loop import Loop, loop_of, set_body
 from fzero.graph.loop._loop_function import loop_function
 from fzero.graph.loop._pipeline_function import pipeline_function
 from fzero.graph.loop._split import RegionGraph, split
-from fzero.graph.planning._subgraphs import (
-    exports,
-    needed_views,
-    operands,
-    parts_of_arguments,
-    runs_alone,
-    scalars_of,
-    sources,
-    split_into_subgraphs,
-    views_to,
-    written_argument,
-)
+from fzero.graph.planning._between_subgraphs import exports, needed_views, operands, sources, views_to, written_argument
+from fzero.graph.planning._subgraphs import parts_of_arguments, runs_alone, scalars_of, split_into_subgraphs
 from fzero.graph.run._segment import Segment, make_segment
 
 __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
+
 
 # A program is made in four steps.
 #
@@ -37,8 +28,6 @@ __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
 # 3. Turn each subgraph into an instruction: a single operation, or a segment (`_segment`). Views that an operation or a
 #    result needs run as operations before it.
 # 4. Record on each instruction the registers that are free after it.
-
-
 class _Operands(NamedTuple):
     """The arguments of an operation, with registers in place of values.
 
@@ -202,8 +191,6 @@ def _registers_of(instruction: _SingleOperation | Segment) -> list[int]:
 #
 # The copies run on the device's own stream, in the order of its work. So later work cannot overwrite the source of a
 # copy, and only the host has to wait. A copy from the host needs no wait: its readers come after it on the stream.
-
-
 def make_copies_async(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph:
     """Make each copy to the host asynchronous, with a wait before its first use.
 

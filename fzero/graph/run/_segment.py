@@ -10,17 +10,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.graph.ir import COPY, is_input, name_of, signature
-from fzero.graph.planning._subgraphs import operands, read_by_kernels, sources
+from fzero.graph.planning._between_subgraphs import operands, sources
+from fzero.graph.planning._subgraphs import read_by_kernels
 
 __all__ = ["Segment", "make_segment"]
 
 
-# Rounded: a narrow parameter becomes its master's rounded value directly, without adding an update to the old value.
-#
 # `optim.master_weights` returns the difference of two narrow values, and `optim.apply_updates` adds it to the old
 # parameter. Compiled, this would read the old parameter needlessly, which takes a fifth of the update's time.
-
-
 def _read_rounded_values(graph: Graph) -> None:
     """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`, which is exact; the sum may round."""
     for node in graph.nodes:

@@ -38,8 +38,6 @@ __all__ = [
     "progress",
 ]
 
-# Progress: a bar on a terminal, elsewhere a line, if compilation takes long.
-
 
 _T = TypeVar("_T")
 

@@ -25,11 +25,10 @@ from fzero.graph.ir import (
     views_and_users,
 )
 from fzero.graph.loop._insert_loops import insert_loops
-from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, replace_writes, writes
+from fzero.graph.trace._replace_writes import replace_writes
+from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, writes
 
 __all__ = ["TracedGraph", "trace"]
-
-# Casts to a wider dtype and back, which change no value.
 
 
 _CAST = aten._to_copy.default

@@ -1,7 +1,7 @@
-"""In-place writes of a traced step: writes into its own values become pure operations, others are refused."""
+"""In-place writes of a traced step are refused where they reach a value that the step does not own."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._torch.levels import unwrap
-from fzero.graph.ir import aten, is_input, is_pointwise, is_random, is_view, name_of, signature, stand_ins_of
+from fzero.graph.ir import is_input, is_view, name_of
 from fzero.graph.loop._loop_marks import is_loop_slice
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "expose_batch_norm_writes",
     "other_memory",
     "refuse_writes_into",
-    "replace_writes",
     "writes",
 ]
 
@@ -143,80 +142,3 @@ def check_gradients(inputs: Sequence[Any], labels: Sequence[dict[str, str]]) -> 
                 f"fzero.jit: the step writes into {label['label']}, its .grad; {_PURE}. Take gradients with "
                 "fzero.value_and_grad or torch.autograd.grad, or of a copy: w = w.detach().requires_grad_()"
             )
-
-
-# Replace writes into fresh memory without views, one by one, by operations that return new values.
-#
-# `torch.func.functionalize` replaces any write, but needs a second trace of the whole step. Autograd's own formulas,
-# such as that of `silu`, write into tensors that they have just made, and need no second trace.
-
-
-class _Replacement(NamedTuple):
-    """The replacement of a write: a pure operation, and a stand-in of its result."""
-
-    operation: Any
-    val: torch.Tensor
-
-
-def replace_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool:
-    """Replace the writes of a graph, if each is an elementwise operation on fresh memory without views.
-
-    Args:
-        graph: a traced graph, which is changed.
-        writers: the nodes that write, each with the arguments that it writes into.
-
-    Returns:
-        Whether the writes were replaced. If not, the graph is unchanged.
-    """
-    memory = {n: [_torch.storage_id(x) for x in stand_ins_of(n)] for n in graph.nodes if n.op != "output"}
-    written_memory = {s for node in writers for a in (node, *writers[node]) for s in memory[a]}
-    replacements: dict[Node, _Replacement] = {}
-    for n in memory:
-        if n in writers:
-            replacement = _replacement(n, writers[n])
-            if replacement is None:
-                return False
-            replacements[n] = replacement
-        elif written_memory.intersection(memory[n]) and not _is_fresh(n, memory):
-            return False
-    latest: dict[int, Node] = {}  # for each memory, the node whose value it holds
-    for node in list(graph.nodes):
-        for a in node.all_input_nodes:
-            if len(memory[a]) == 1 and (last := latest.get(memory[a][0], a)) is not a:
-                node.replace_input_with(a, last)
-        if node in replacements:
-            operation, val = replacements[node]
-            with graph.inserting_before(node):
-                replacing = graph.create_node("call_function", operation, node.args, node.kwargs, name_of(node)[:-1])
-            replacing.meta = {**node.meta, "val": val}
-            memory[replacing], latest[memory[node][0]] = memory[node], replacing
-    for node in reversed(replacements):
-        graph.erase_node(node)
-    return True
-
-
-def _is_fresh(node: Node, memory: Mapping[Node, Sequence[int]]) -> bool:
-    """Return whether a node computes one tensor in new memory."""
-    operand_memory = {s for a in node.all_input_nodes for s in memory[a]}
-    return node.op == "call_function" and len(memory[node]) == 1 and memory[node][0] not in operand_memory
-
-
-def _replacement(node: Node, into: Sequence[Node]) -> _Replacement | None:
-    """Return the pure counterpart of a node's write, such as `add` for `add_`; None if it has none of the same form."""
-    name, target = name_of(node), node.target
-    packet = getattr(aten, name[:-1], None) if name.endswith("_") and [*into] == [node.args[0]] else None
-    if packet is None or not isinstance(target, _torch.OpOverload) or is_random(node):
-        return None
-    if not is_pointwise(node) and name != "fill_":  # torch does not tag fill_ as pointwise
-        return None
-    operation = getattr(packet, target._overloadname, None)
-    if operation is None or _parameters_of(operation) != _parameters_of(target):
-        return None
-    args: Any = map_arg(node.args, lambda a: a.meta["val"])
-    kwargs: Any = map_arg(node.kwargs, lambda a: a.meta["val"])
-    val = operation(*args, **kwargs)
-    return _Replacement(operation, val) if signature(val) == signature(node.meta["val"]) else None
-
-
-def _parameters_of(operation: Any) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in operation._schema.arguments]

@@ -1,6 +1,5 @@
 """Moments in fewer bytes: the policy, the state of an 8-bit moment, and elementwise updates of such moments."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,12 +9,11 @@ import torch
 from fzero import tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary_of_class
-from fzero.collectives import all_gather
 from fzero.optim.checks import check_gradients_like
 from fzero.optim.moments._eight_bit import ZERO, DynamicCode, decode, dynamic_code, encode
+from fzero.optim.moments._moment_units import MomentUnit, StoredMoments, maxima_at_borders, moment_unit, update_unit
 from fzero.optim.moments._sixteen_bit import SixteenBit, full_leaves, init_sixteen_bit, map_sixteen_bit, wide_dtype
 from fzero.sharding import (
-    BlockMap,
     Shard,
     Slot,
     block_shape,
@@ -24,7 +22,6 @@ from fzero.sharding import (
     box_of,
     check_on_device,
     is_box,
-    map_of_blocks,
     traced_spec,
 )
 from fzero.tree import Tree
@@ -209,7 +206,7 @@ def map_moments(
     tables: dict[torch.device, list[DynamicCode]] = {}
     rows: list[list[Any]] = []  # for each entry its update, and the bytes and the scales of each moment
     leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
-    units: list[_Unit] = []
+    units: list[MomentUnit] = []
     for position, (g, *others) in enumerate(zip(entries, *columns, strict=True)):
         rows.append([None if g is None else x for x in (g, *others[: len(parts)])])  # of a slot
         if not isinstance(g, torch.Tensor | Shard):
@@ -217,15 +214,15 @@ def map_moments(
         if g.device not in tables:
             tables[g.device] = [dynamic_code(sign, g.device) for sign in signed]
         halves = zip(others[: len(parts) : 2], others[1 : len(parts) : 2], tables[g.device], strict=True)
-        stored = [_Stored(*half) for half in halves]
+        stored = [StoredMoments(*half) for half in halves]
         if isinstance(g, Shard):
-            units.append(_unit(position, g, stored, others[len(parts) :]))
+            units.append(moment_unit(position, g, stored, others[len(parts) :]))
             continue
         key = tuple([tree.identity(x) for x in (g, *others)])
         if key not in leaves:
             leaves[key] = _update_leaf(f, g, stored, others[len(parts) :])
         rows[position] = leaves[key]
-    new_units = [_update_unit(f, *pair) for pair in zip(units, _maxima_at_borders(f, units), strict=True)]
+    new_units = [update_unit(f, *pair) for pair in zip(units, maxima_at_borders(f, units), strict=True)]
     # The scales are sent last: passes of a jitted step that join these collectives would else put all bytes after them.
     for unit, ((u, *codes), maxima) in zip(units, new_units, strict=True):
         pairs = zip(codes, unit.blocks.scatter(maxima), strict=True)
@@ -234,15 +231,7 @@ def map_moments(
     return updates, [EightBit(*pair) for pair in zip(new[::2], new[1::2], strict=True)]
 
 
-class _Stored(NamedTuple):
-    """The moment of a leaf or a unit: its bytes, its scales, and the tables of its code."""
-
-    codes: Any
-    scales: Any
-    table: DynamicCode
-
-
-def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[_Stored], rest: Sequence[Any]) -> list[Any]:
+def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[StoredMoments], rest: Sequence[Any]) -> list[Any]:
     """Return the update of a full leaf, and the new bytes and scales of each moment."""
 
     def flat(blocks: torch.Tensor) -> torch.Tensor:
@@ -257,95 +246,3 @@ def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[_Stored], rest: Sequ
         maxima = (blocks if is_single else blocks.abs()).amax(1)
         out += [flat(encode(blocks, maxima[:, None], m.table)), maxima.view(m.scales.shape)]
     return out
-
-
-# Units: their numbers are those of full leaves, though a border of a shard may cut a block. The maxima of these blocks
-# need other ranks' elements. So the elements at all borders, 512 a unit, are updated first, and one all_gather sends
-# their maxima. Then each unit is updated on its own: no unit's moments in float32 wait for other ranks.
-
-
-class _Unit(NamedTuple):
-    """A unit's part of an update.
-
-    Attributes:
-        position: the position of its box in the flattened tree.
-        grad: the box of its gradients.
-        moments: its moments.
-        rest: for each other tree, its tensor or number.
-        blocks: the blocks of its elements.
-        scales: the scales of these blocks, `[moments, blocks]`.
-    """
-
-    position: int
-    grad: Shard
-    moments: list[_Stored]
-    rest: list[Any]
-    blocks: BlockMap
-    scales: torch.Tensor
-
-
-def _unit(position: int, grad: Shard, moments: list[_Stored], rest: Sequence[Any]) -> _Unit:
-    check_on_device(grad, "an 8-bit moment")
-    blocks = map_of_blocks(grad.spec_id, moments[0].scales.spec_id, grad.device)
-    scales = blocks.gather([m.scales for m in moments])
-    return _Unit(
-        position=position,
-        grad=grad,
-        moments=moments,
-        rest=[x.data if is_box(x) else x for x in rest],
-        blocks=blocks,
-        scales=scales,
-    )
-
-
-def _maxima_at_borders(f: Any, units: Sequence[_Unit]) -> list[torch.Tensor | None]:
-    """Return for each unit the largest magnitudes in the blocks at the borders of all N shards, `[m, 2 N]`.
-
-    It is None for a unit on one rank. One all_gather serves the units over the same axes.
-    """
-    out: list[torch.Tensor | None] = [None] * len(units)
-    groups: dict[Any, dict[int, torch.Tensor]] = {}
-    for i, unit in enumerate(units):
-        spec = traced_spec(unit.grad.spec_id)
-        if spec.ranks > 1:
-            groups.setdefault((spec.axes, spec.varies, unit.scales.dtype), {})[i] = _own_maxima_at_borders(f, unit)
-    for (axes, *_), own in groups.items():
-        gathered = all_gather(torch.cat(list(own.values())), axes, dim=-1)  # [units m, 2 N]
-        for i, x in zip(own, gathered.split([len(x) for x in own.values()]), strict=True):
-            out[i] = x
-    return out
-
-
-def _own_maxima_at_borders(f: Any, unit: _Unit) -> torch.Tensor:
-    """Return the largest magnitudes of this rank's elements in the blocks of its first and last element, `[m, 2]`."""
-    block, element = unit.blocks.at_borders()  # [2], [2, 256]
-    k = traced_spec(unit.grad.spec_id).shard_numel
-    if not k:
-        return torch.full_like(unit.scales[:, :2], -math.inf)
-    at, index = element.flatten().clamp(max=k - 1), block.repeat_interleave(element.shape[1])
-
-    def part(x: Any) -> Any:
-        return x.index_select(0, at) if isinstance(x, torch.Tensor) and x.ndim else x
-
-    old = [
-        decode(part(m.codes.data), s.index_select(0, index), m.table)
-        for m, s in zip(unit.moments, unit.scales, strict=True)
-    ]
-    _, *new = f(part(unit.grad.data), *old, *map(part, unit.rest))
-    sizes = torch.stack([unit.blocks.magnitudes(x, index).view(element.shape) for x in new])
-    return torch.where(element < k, sizes, -math.inf).amax(-1)
-
-
-def _update_unit(f: Any, unit: _Unit, at_borders: torch.Tensor | None) -> tuple[list[Shard], torch.Tensor]:
-    """Return the update of a unit and the new bytes of each moment; and the scales of the unit's blocks."""
-    spec_id, index = unit.grad.spec_id, unit.blocks.index()
-    old = [
-        decode(m.codes.data, s.index_select(0, index), m.table) for m, s in zip(unit.moments, unit.scales, strict=True)
-    ]
-    u, *new = f(unit.grad.data, *old, *unit.rest)
-    maxima = unit.blocks.maxima(new, index, at_borders)
-    codes = [
-        encode(x, scales.index_select(0, index), m.table)
-        for x, m, scales in zip(new, unit.moments, maxima, strict=True)
-    ]
-    return [box_of(spec_id, [x]) for x in (u, *codes)], maxima

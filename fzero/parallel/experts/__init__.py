@@ -2,8 +2,9 @@
 
 from fzero.parallel.experts import transformers
 from fzero.parallel.experts._dispatch import Positions, assign_positions, combine, dispatch
+from fzero.parallel.experts._expert_split import split_rule
 from fzero.parallel.experts._grouped import grouped_mm, grouped_outer
-from fzero.parallel.experts._layer import Linear, layer, split_rule
+from fzero.parallel.experts._layer import Linear, layer
 from fzero.parallel.experts._load_balance import balance_bias, balance_loss, expert_load, stats, z_loss
 from fzero.parallel.experts._routing import Routing, jitter, route
 from fzero.parallel.experts._sorted_rows import Order, sort_rows, unsort_rows

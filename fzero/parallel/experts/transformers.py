@@ -7,7 +7,8 @@ import torch
 
 from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, axis_if_bound, axis_size
-from fzero.parallel.experts._layer import check_axis, check_parts, grouped_linear
+from fzero.parallel.experts._expert_split import check_axis, check_parts
+from fzero.parallel.experts._layer import grouped_linear
 from fzero.parallel.experts._sorted_rows import sort_rows, unsort_rows
 
 __all__ = ["register", "split_rule"]

@@ -9,18 +9,10 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, join_rules, loss_axes, micro_batch
+from fzero.parallel.pipeline._block_placement import BlockPlacement, even_counts, place_blocks
 from fzero.parallel.pipeline._execution import run_on_ranks
-from fzero.parallel.pipeline._model import (
-    BlockPlacement,
-    MicroBatchCall,
-    Model,
-    call_without_axis,
-    even_counts,
-    micro_batch_of,
-    place_blocks,
-)
+from fzero.parallel.pipeline._model import MicroBatchCall, Model, call_without_axis, micro_batch_of
 from fzero.parallel.pipeline._model_checks import (
-    PipelineSplit,
     check_alike,
     check_arguments,
     check_depth,
@@ -31,6 +23,7 @@ from fzero.parallel.pipeline._model_checks import (
     find_block_list,
     map_blocks,
 )
+from fzero.parallel.pipeline._pipeline_split import PipelineSplit
 from fzero.parallel.pipeline._stage_functions import PipelineCache, Stages
 from fzero.parallel.pipeline._ticks import outputs_by_ticks
 from fzero.parallel.schedules import PipelineSchedule
@@ -40,8 +33,6 @@ from fzero.transforms import gather
 from fzero.tree import Tree
 
 __all__ = ["Pipeline", "pipeline"]
-
-# The full model, on a mesh without the pipeline's axis.
 
 
 _LossSum = tuple[torch.Tensor, torch.Tensor]  # the sum of losses, and the sum of their weights

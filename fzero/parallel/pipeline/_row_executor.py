@@ -13,7 +13,8 @@ from fzero._dtypes import sum_dtype
 from fzero._torch import group_of
 from fzero.axes import is_lockstep
 from fzero.collectives import StageMessages
-from fzero.parallel.pipeline._stage_functions import FlatParams, Stages, loss_cotangent, value_spec_of
+from fzero.parallel.pipeline._stage_functions import FlatParams, Stages
+from fzero.parallel.pipeline._value_specs import loss_cotangent, value_spec_of
 from fzero.parallel.schedules import Action, Value, output_of, programs
 
 __all__ = ["RowExecutor"]

@@ -8,7 +8,8 @@ import torch
 from fzero import tree
 from fzero._dtypes import sum_dtype
 from fzero.graph import loop
-from fzero.parallel.pipeline._stage_functions import FlatParams, Stages, ValueSpec, loss_cotangent, probe
+from fzero.parallel.pipeline._stage_functions import FlatParams, Stages, ValueSpec
+from fzero.parallel.pipeline._value_specs import loss_cotangent, probe
 
 __all__ = ["RowRecorder"]
 

@@ -15,8 +15,10 @@ from fzero import tree
 from fzero._torch import allow_in_graph, tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
-from fzero.parallel.pipeline._model import BlockPlacement, MicroBatchCall
-from fzero.parallel.pipeline._stage_functions import Stages, check_output
+from fzero.parallel.pipeline._block_placement import BlockPlacement
+from fzero.parallel.pipeline._model import MicroBatchCall
+from fzero.parallel.pipeline._stage_functions import Stages
+from fzero.parallel.pipeline._value_specs import check_output
 from fzero.parallel.schedules import PipelineSchedule
 
 __all__ = ["outputs_by_ticks", "run_ticks"]

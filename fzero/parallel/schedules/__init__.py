@@ -5,17 +5,10 @@ from fzero.parallel.schedules._greedy import greedy
 from fzero.parallel.schedules._instructions import Instruction, programs
 from fzero.parallel.schedules._named_schedules import NAMES, check_name, schedule
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
-from fzero.parallel.schedules._simulation import Timing, check
+from fzero.parallel.schedules._simulation import check
+from fzero.parallel.schedules._timing import Timing
 
-__all__ = [
-    "Action",
-    "Message",
-    "PipelineSchedule",
-    "Timing",
-    "check",
-    "greedy",
-    "schedule",
-]
+__all__ = ["Action", "Message", "PipelineSchedule", "Timing", "check", "greedy", "schedule"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from fzero._report import new_figure
 from fzero.parallel.schedules._actions import Action
-from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
+from fzero.parallel.schedules._simulation import check
+from fzero.parallel.schedules._timing import Durations, Timing, time_schedule
 
 if TYPE_CHECKING:
     from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule

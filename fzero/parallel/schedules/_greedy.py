@@ -7,7 +7,7 @@ from fzero._arguments import check_int, is_int
 from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Value, inputs_of, output_of, stages_on
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
-from fzero.parallel.schedules._simulation import Durations
+from fzero.parallel.schedules._timing import Durations
 
 __all__ = ["Cap", "caps_by_rank", "check_counts", "greedy", "list_schedule", "place_stages"]
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from fzero.parallel.schedules._actions import Action, Message, Value, inputs_of, output_of
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
-from fzero.parallel.schedules._simulation import Durations, time_schedule, walk
+from fzero.parallel.schedules._simulation import walk
+from fzero.parallel.schedules._timing import Durations, time_schedule
 
 __all__ = ["Instruction", "programs"]
 

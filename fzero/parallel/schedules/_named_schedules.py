@@ -9,7 +9,7 @@ from fzero._tracebacks import api_boundary
 from fzero.parallel.schedules._actions import Action, Kind, stages_on
 from fzero.parallel.schedules._greedy import Cap, caps_by_rank, check_counts, list_schedule, place_stages
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
-from fzero.parallel.schedules._simulation import Durations, time_schedule
+from fzero.parallel.schedules._timing import Durations, time_schedule
 
 __all__ = ["NAMES", "check_name", "schedule"]
 

@@ -9,18 +9,11 @@ from typing import Any
 from fzero._arguments import check_path
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
-from fzero.parallel.schedules._actions import (
-    IN_FLIGHT_CHANGE,
-    Action,
-    Message,
-    ScheduleTable,
-    format_csv,
-    output_of,
-    parse_rows,
-    stages_on,
-)
+from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message, output_of, stages_on
 from fzero.parallel.schedules._drawing import draw, text
-from fzero.parallel.schedules._simulation import Durations, Timing, check, time_schedule
+from fzero.parallel.schedules._simulation import check
+from fzero.parallel.schedules._timing import Durations, Timing, time_schedule
+from fzero.parallel.schedules._torch_tables import ScheduleTable, format_csv, parse_rows
 
 __all__ = ["PipelineSchedule"]
 

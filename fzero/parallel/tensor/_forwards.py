@@ -11,6 +11,7 @@ from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor._boundaries import all_gather, enter, leave, scatter
 from fzero.parallel.tensor._functions import own_rows
 from fzero.parallel.tensor._regions import Region, override_parameters
+from fzero.parallel.tensor._style_splits import kv_groups
 from fzero.parallel.tensor._styles import (
     ColumnParallel,
     Embedding,
@@ -19,7 +20,6 @@ from fzero.parallel.tensor._styles import (
     ReplicatedParams,
     RowParallel,
     Style,
-    kv_groups,
 )
 
 __all__ = ["Layer"]

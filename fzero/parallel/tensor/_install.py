@@ -16,7 +16,8 @@ from fzero.parallel.tensor._sequence import (
     find_split_blocks,
     is_gathered,
 )
-from fzero.parallel.tensor._styles import ColumnParallel, DividedAttributes, Heads, ReplicatedParams
+from fzero.parallel.tensor._style_splits import Heads
+from fzero.parallel.tensor._styles import ColumnParallel, DividedAttributes, ReplicatedParams
 
 __all__ = ["install"]
 

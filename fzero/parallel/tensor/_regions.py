@@ -10,7 +10,7 @@ import torch
 from fzero._tracebacks import is_message
 from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel.tensor._boundaries import enter
-from fzero.parallel.tensor._styles import Heads
+from fzero.parallel.tensor._style_splits import Heads
 
 __all__ = ["Region", "override_parameters"]
 

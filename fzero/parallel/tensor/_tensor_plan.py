@@ -6,17 +6,8 @@ from typing import Any
 
 import torch
 
-from fzero.parallel.tensor._styles import (
-    NAMED,
-    ColumnParallel,
-    Embedding,
-    Experts,
-    ParamSplit,
-    Style,
-    heads_of,
-    layer_splits,
-    parameter_split,
-)
+from fzero.parallel.tensor._style_splits import heads_of, layer_splits, parameter_split
+from fzero.parallel.tensor._styles import NAMED, ColumnParallel, Embedding, Experts, ParamSplit, Style
 
 __all__ = ["Plan", "check_ties", "list_param_splits", "resolve_plan", "style_tied_layers", "with_stars"]
 

@@ -11,7 +11,8 @@ import torch
 
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
-from fzero.sharding._spec import item_of, spec_of, stacked_of, traced_spec, unit_index
+from fzero.sharding._spec import spec_of, traced_spec, unit_index
+from fzero.sharding._stacked_items import item_of, stacked_of
 from fzero.sharding.elements._segments import segment_ids
 
 __all__ = ["element_ids_of_leaf", "element_ids_of_shard"]

@@ -15,7 +15,8 @@ from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding._boxes import Shard, box_of, is_box
-from fzero.sharding._spec import Piece, item_of, spec_of, stacked_of, traced_spec, unit_index
+from fzero.sharding._spec import Piece, spec_of, traced_spec, unit_index
+from fzero.sharding._stacked_items import item_of, stacked_of
 from fzero.sharding.units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 

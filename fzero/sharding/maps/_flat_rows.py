@@ -105,8 +105,6 @@ def _all_ranks_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
 
 # Each rank uses its copy of a replicated value: as a joint map over the ranks, this is the identity. So the gradient is
 # summed over ranks afterwards, and not in a Function's backward, where a gradient of a gradient would sum it twice.
-
-
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
     return [to_gradient_dtype(spec, x.sum(0, dtype=wire_dtype(spec, x))) for x in xs]

@@ -71,8 +71,6 @@ def apply_to_unit(name: str, spec_id: int, xs: Tensors) -> tuple[torch.Tensor, .
 
 # Values with the derivatives of a row. The leaves of a shard may exist already, since the shard was cut from them, or
 # be decoded; a sum of gradients may be decoded. Their derivatives are those of the exact gather and of the exact sum.
-
-
 class _AsIfBy(torch.autograd.Function):
     """Returns values as if a row had computed them from tensors, and differentiates like that row."""
 

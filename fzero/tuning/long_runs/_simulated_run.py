@@ -76,8 +76,6 @@ class Reliability:
 
 # Work is counted in seconds of steps at full speed. Between two events steps and saves alternate in
 # equal cycles, and many of them are passed at once.
-
-
 class _Saves(NamedTuple):
     """Saves that ended at equal distances.
 

@@ -2,7 +2,8 @@
 
 from fzero.tuning.models._axis_sizes import largest_sizes, powers_of_two, usable_sizes
 from fzero.tuning.models._bounds import Bounds
-from fzero.tuning.models._model_names import PRESETS, TENSOR, ModelShape, init, shape_of
+from fzero.tuning.models._model_names import TENSOR, ModelShape, init
+from fzero.tuning.models._presets import PRESETS, shape_of
 from fzero.tuning.models._steps import ModelStep, model_step
 
 __all__ = [

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan
-from fzero.tuning._row import MakeStep, World, plan_at
+from fzero.tuning._configured_step import MakeStep, World, plan_at
 
 __all__ = ["OffloadWork", "model_work", "planned_work"]
 

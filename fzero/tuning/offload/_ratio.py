@@ -12,7 +12,7 @@ from fzero._notice import trouble_link
 from fzero._report import Report
 from fzero._tracebacks import api_boundary
 from fzero.graph import Plan
-from fzero.tuning._row import MakeStep, World, check_bytes, plan_at
+from fzero.tuning._configured_step import MakeStep, World, check_bytes, plan_at
 
 __all__ = ["OffloadRatio", "RatioTrial", "offload_ratio"]
 

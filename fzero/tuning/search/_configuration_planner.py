@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from fzero.graph import Plan, PlanSettings, StepOfRank, pause_collector
 from fzero.parallel.schedules import schedule
 from fzero.ranks import Mesh
-from fzero.tuning._row import MakeStep, PlanSummary, StepArgs, TableRow, make_row, step_at, step_on, summarize
+from fzero.tuning._configured_step import MakeStep, StepArgs, step_at, step_on
+from fzero.tuning._row import PlanSummary, TableRow, make_row, summarize
 from fzero.tuning._search_space import Configuration
 from fzero.tuning.machines import Machine
 from fzero.tuning.search._extrapolation import depths_of, extrapolate, extrapolate_line

@@ -13,8 +13,6 @@ __all__ = ["depths_of", "extrapolate", "extrapolate_line"]
 # The numbers of blocks that are planned. With fewer, not all prefetches would have begun; a stage of a pipeline gathers
 # all its blocks before the first. Where every second block may be of another kind, an odd depth needs odd numbers, and
 # an even depth even ones.
-
-
 _DEPTHS_BY_PARITY = {1: (3, 5, 7, 9, 11), 0: (4, 6, 8, 10, 12)}
 _DEPTHS_IF_UNIFORM = (4, 5, 6, 7, 8)
 _DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
@@ -78,8 +76,6 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
 # The check. An operation is found by its pass, its line and its target, so it may be another one in a model of other
 # depth: the last all_gather of four blocks lay before the logits, and that of five blocks within them. A line through
 # these two would add logits for each block.
-
-
 _TOLERANCE = 1e-3  # how far a number may lie off its line, as a share of the peak, or of the number itself
 
 

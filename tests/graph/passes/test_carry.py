@@ -15,7 +15,7 @@ from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.ir import copy_graph, graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
 from fzero.graph.loop._loop import Loop, loop_of
-from fzero.graph.passes import _loops
+from fzero.graph.passes import _carry
 from fzero.graph.planning import _clocks, _hardware
 from fzero.graph.planning._live_ranges import (
     iteration_peak_bytes,
@@ -164,13 +164,13 @@ def test_a_reduced_gradient_with_another_reader_is_not_carried(change):
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
     *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
-    (chain,) = _loops._chains(start, loop.body, loop)
-    assert [loop.carried_count for loop in loops(_loops.carry(graph, 1))] == [1]
+    (chain,) = _carry._chains(start, loop.body, loop)
+    assert [loop.carried_count for loop in loops(_carry.carry(graph, 1))] == [1]
     if (row := change(loop.body, chain)) is not None:
         output = next(n for n in loop.body.nodes if n.op == "output")
         output.args = ((*graph_results(loop.body), row),)
         node.meta["val"] = (*node.meta["val"], row.meta["val"].new_empty((4, *row.meta["val"].shape)))
-    assert [loop.carried_count for loop in loops(_loops.carry(graph, 1))] == [0]
+    assert [loop.carried_count for loop in loops(_carry.carry(graph, 1))] == [0]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from fzero.graph._candidates import _SLACK, ScheduleOptions, candidates
 from fzero.graph._pass_manager import PassContext
 from fzero.graph.ir import LATE, stand_ins_of
 from fzero.graph.passes import recast, schedule
-from fzero.graph.passes._listing import _node_roles
+from fzero.graph.passes.scheduling._node_roles import node_roles
 from fzero.graph.planning._live_ranges import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
 from tests.helpers import cases, examples
@@ -206,7 +206,7 @@ def test_recast_computes_values_late_if_that_keeps_fewer_bytes_alive(large):
     tanh = b(aten.tanh.default, product)
     flag = b.all_reduce(b(aten.sum.default, mine))
     graph = b.done([b(aten.mul.Tensor, product, flag), b(aten.mul.Tensor, tanh, flag)])
-    assert ({product, tanh} <= _node_roles(graph).late) is large
+    assert ({product, tanh} <= node_roles(graph).late) is large
 
 
 def test_values_that_share_only_a_scalar_are_recast_separately():
@@ -219,7 +219,7 @@ def test_values_that_share_only_a_scalar_are_recast_separately():
     shrinks = b(aten.slice.Tensor, b(aten.mul.Tensor, other, number), 0, 0, 3)
     shrinks = b(aten.neg.default, shrinks)
     graph = b.done([b(aten.mul.Tensor, grows, flag), b(aten.mul.Tensor, shrinks, flag)])
-    assert grows in _node_roles(graph).late and shrinks not in _node_roles(graph).late
+    assert grows in node_roles(graph).late and shrinks not in node_roles(graph).late
 
 
 # DeepSpeed's pull request 2079.

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 from fzero import _torch
 from fzero.graph.ir import is_input
-from fzero.graph.run import _backends, _segment_compiler
+from fzero.graph.run import _auto_backend, _backends, _segment_compiler
 
 Value = torch.Tensor
 
@@ -40,6 +40,7 @@ def interpreted(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
 def in_inductors_place(patch: pytest.MonkeyPatch, inductor: Inductor) -> None:
     patch.setattr(_segment_compiler, "inductor", inductor)
     patch.setattr(_backends, "is_compiled", lambda code: True)
+    patch.setattr(_auto_backend, "is_compiled", lambda code: True)
 
 
 def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

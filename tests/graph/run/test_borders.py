@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 import fzero
 from fzero import _torch, optim
 from fzero.graph.ir import graph_results, is_input
-from fzero.graph.planning._subgraphs import _is_alias
+from fzero.graph.planning._subgraphs import is_alias
 from fzero.graph.run import _executable, _program
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._executable import Executable, _with_traced_layouts, run_operations
@@ -98,7 +98,7 @@ def cut_at(places: frozenset[int]) -> Callable[[Iterable[Node]], list[list[Node]
         subgraphs: list[list[Node]] = [[]]
         count, home = 0, {}
         for n in nodes:
-            if n.op != "call_function" or _is_alias(n):
+            if n.op != "call_function" or is_alias(n):
                 continue
             if "getitem" in str(n.target):  # a tuple does not leave its segment
                 home[n] = home[n.all_input_nodes[0]]

@@ -135,11 +135,12 @@ def test_the_whole_step_backend_falls_back_to_uncompiled_code(monkeypatch, caplo
 
 
 def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
-    from fzero.graph.run import _backends
+    from fzero.graph.run import _auto_backend, _backends
 
     in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
     monkeypatch.setattr(_backends, "is_compiled", lambda code: True)
-    monkeypatch.setattr(_backends, "can_load", lambda code: True)
+    monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: True)
+    monkeypatch.setattr(_auto_backend, "can_load", lambda code: True)
     executable, _ = trained("auto")
     assert executable.runs.fast is not None
     assert 0 < executable.runs.fast.uncompiled < executable.distinct

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import fzero
 from fzero import _torch
-from fzero.graph.trace._writes import replace_writes, writes
+from fzero.graph.trace._replace_writes import replace_writes
+from fzero.graph.trace._writes import writes
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.sharding._boxes import Shard, host_numel, is_box, spaces
+from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._pieces import host_numel, spaces
 from fzero.sharding._spec import _ALIGN
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero.sharding._boxes import Shard, is_box, spaces
+from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._pieces import spaces
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
 from tests.optim.offloading import POINTWISE, RATIOS, Way, batches_of, normal, params_of, plain, small_params, trained

@@ -23,9 +23,9 @@ from tests.tuning.helpers import machines
 def clock(monkeypatch):
     """A machine whose speeds are known."""
     half = torch.bfloat16
-    monkeypatch.setattr(_calibrate, "_product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
-    monkeypatch.setattr(_calibrate, "_copy_speed", lambda device, budget: 3e10)
-    monkeypatch.setattr(_calibrate, "_small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
+    monkeypatch.setattr(_calibrate, "product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
+    monkeypatch.setattr(_calibrate, "copy_speed", lambda device, budget: 3e10)
+    monkeypatch.setattr(_calibrate, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
 
 
 def test_each_measurement_of_calibrate_sets_its_constant(clock):

@@ -131,7 +131,7 @@ def command(*words: str) -> tuple[int, str, str]:
 
 
 def test_the_command_searches_all_sizes_of_an_axis(tmp_path, monkeypatch):
-    monkeypatch.setitem(tuning.models._model_names.PRESETS, "tiny", replace(TINY["causal"], depth=1))
+    monkeypatch.setitem(tuning.models._presets.PRESETS, "tiny", replace(TINY["causal"], depth=1))
     words = ["plan", "tiny", "--world", "4", "--batch", "2", "--length", "16", "--stages", "1", "--remat", "no"]
     code, text, _ = command(*words, "--tp", "auto", "--pp", "auto", "--rows", "1", "--json", str(tmp_path / "table"))
     table = ConfigurationTable.from_json((tmp_path / "table").read_text())
@@ -144,7 +144,7 @@ def test_the_command_searches_all_sizes_of_an_axis(tmp_path, monkeypatch):
 
 
 def test_axis_sizes_that_cannot_be_searched_are_refused(monkeypatch):
-    monkeypatch.setitem(tuning.models._model_names.PRESETS, "tiny", replace(TINY["causal"], depth=1))
+    monkeypatch.setitem(tuning.models._presets.PRESETS, "tiny", replace(TINY["causal"], depth=1))
     sizes = ["--world", "8", "--batch", "3", "--length", "16"]
     code, _, error = command("plan", "tiny", *sizes, "--tp", "auto")
     assert (

@@ -12,8 +12,10 @@ import fzero
 from fzero import tuning
 from fzero.tuning import Configuration
 from fzero.tuning._recipe import recipe
-from fzero.tuning.models._model_names import PRESETS, ModelShape, init, make_batch, shape_of
-from fzero.tuning.models._steps import ModelStep, _compute_loss, _ForwardOptions
+from fzero.tuning.models._forward_pass import ForwardOptions, compute_loss
+from fzero.tuning.models._model_names import ModelShape, init, make_batch
+from fzero.tuning.models._presets import PRESETS, shape_of
+from fzero.tuning.models._steps import ModelStep
 from fzero.tuning.search import ConfigurationPlanner
 from fzero.tuning.search._extrapolation import depths_of
 from tests.helpers import cases, either
@@ -145,9 +147,7 @@ def test_a_chunked_loss_is_the_loss_without_its_logits(name):
     shape = replace(TINY[name], vocab=9000)
     params = fzero.tree.map(lambda p: torch.randn(p.shape) * 0.1, init(shape, 2))
     batch = fzero.tree.map(lambda x: torch.randint(shape.vocab, x.shape), make_batch(shape, 2, 16))
-    losses = [
-        _compute_loss(shape, _ForwardOptions(chunked=x), lambda block: block, params, batch) for x in (False, True)
-    ]
+    losses = [compute_loss(shape, ForwardOptions(chunked=x), lambda block: block, params, batch) for x in (False, True)]
     assert losses[0] == pytest.approx(losses[1].item(), rel=1e-5)
     config = Configuration(1, 64, 1, ranks=2, depth=2)
     plans = [fzero.plan(*ModelStep(shape, 16, False)(replace(config, chunked_loss=c))) for c in (False, True)]

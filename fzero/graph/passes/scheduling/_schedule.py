@@ -17,103 +17,20 @@ This is list scheduling: nodes are appended to a list one by one, each after the
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch.fx import Graph, Node
 
 from fzero._torch import copy_nodes
-from fzero.graph.ir import (
-    COPY,
-    TO_HOST,
-    Storages,
-    input_only_nodes,
-    is_collective,
-    is_view,
-    is_wait,
-    nbytes,
-    on_host,
-    parameter_gathers,
-    stand_ins_of,
-    stand_ins_of_args,
-    storages,
-)
-from fzero.graph.loop._pipeline_marks import BEGIN_REGION
-from fzero.graph.passes._listing import OrderRules, list_nodes, order_rules, readers_of_overwritten
+from fzero.graph.ir import COPY, TO_HOST, Storages, input_only_nodes, is_view, on_host, parameter_gathers, storages
+from fzero.graph.passes.scheduling._listing import OrderRules, list_nodes, order_rules, readers_of_overwritten
+from fzero.graph.passes.scheduling._prefetches import fit_prefetches, next_gathers
 from fzero.graph.planning._live_ranges import device_live_bytes, record_peak
 from fzero.graph.planning._subgraphs import scalars_of
 
 __all__ = ["Orders", "schedule"]
-
-# Ahead: where gathers of parameters start before they are needed.
-
-
-def _next_gathers(gathers: Sequence[Node], order: Sequence[Node], prefetch: int) -> dict[Node, list[Node]]:
-    """Map the wait of each gather to the next `prefetch` gathers, which start before it.
-
-    In a pipeline, only gathers of the same region start ahead. The graph lists the regions in the order of the stages,
-    but a later stage's forward pass runs before an earlier stage's backward pass.
-    """
-    gather_set, regions = set(gathers), list[list[Node]]([[]])
-    for n in order:
-        if n.target is BEGIN_REGION:
-            regions.append([])
-        elif n in gather_set:
-            regions[-1].append(n)
-    return {
-        min(g.users, key=str, default=g): region_gathers[i + 1 : i + 1 + prefetch]
-        for region_gathers in regions
-        for i, g in enumerate(region_gathers)
-    }
-
-
-def _fit_prefetches(
-    ahead: Mapping[Node, Sequence[Node]], order: Sequence[Node], live: Sequence[int], limit: float
-) -> dict[Node, list[Node]]:
-    """Start each gather of `ahead` as early as its bytes fit below the limit from there on.
-
-    A gather starts next to another collective, so that it splits no segment of compiled operations.
-
-    Args:
-        ahead: for some nodes, the gathers that may start right before them at the earliest.
-        order: all nodes, in an order without prefetch.
-        live: the live bytes at each position of `order`.
-        limit: how many bytes may be live while a gather is in flight.
-
-    Returns:
-        For some nodes, the gathers that start right before them.
-    """
-    position = {n: i for i, n in enumerate(order)}
-    live = list(live)
-    gathers_before: dict[Node, list[Node]] = {}
-    first: dict[Node, int] = {}  # the earliest position at which each gather may start
-    for before, gathers in ahead.items():
-        for g in gathers:
-            first.setdefault(g, position[before])
-    for g, earliest in first.items():
-        size, until = nbytes(*stand_ins_of(g), *stand_ins_of_args(g)), _start_of_packing(g, order, position)
-        start = until
-        while start > earliest and live[start - 1] + size <= limit:
-            start -= 1
-        start = next((i for i in range(start, until) if _communicates(order[i - 1]) or _communicates(order[i])), until)
-        if start < until:
-            live[start:until] = [x + size for x in live[start:until]]
-            gathers_before.setdefault(order[start], []).append(g)
-    return gathers_before
-
-
-def _communicates(node: Node) -> bool:
-    return is_wait(node) or is_collective(node)
-
-
-def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
-    """Return the position of the first operation that packs a gather's operand."""
-    at, needed = position[gather], {gather}
-    while order[at] in needed:
-        needed.update(order[at].all_input_nodes)
-        at -= 1
-    return at + 1
 
 
 def _move_host_last(graph: Graph) -> Graph:
@@ -247,9 +164,9 @@ def schedule(
     if not prefetch and not in_flight:
         order = cache.leanest
     elif prefetch and cache.gathers:
-        ahead = _next_gathers(cache.gathers, order, prefetch)
+        ahead = next_gathers(cache.gathers, order, prefetch)
         if limit < math.inf:
-            ahead = _fit_prefetches(ahead, order, cache.live(in_flight), limit)
+            ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
     scheduled = copy_nodes(order)
     result, peak = _move_host_last(scheduled), cache.known_peak(order)

@@ -1,0 +1,138 @@
+"""hoist: units that every iteration of a loop gathers are gathered once, before the loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fzero.graph.ir import (
+    changes_layout,
+    copy_graph,
+    describe,
+    encodes,
+    is_gather,
+    is_input,
+    is_maximum,
+    is_wait,
+    nbytes,
+    parameter_gathers,
+    stand_ins_of,
+    views_and_users,
+)
+from fzero.graph.loop._loop import Loop, loop_of, new_loop_function
+
+__all__ = ["hoist"]
+
+
+def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
+    """Move gathers of parameters out of loops, except for the loops of pipelines.
+
+    A gathered unit then stays in memory for all iterations: the loop sends fewer bytes and holds more. A pipeline's
+    gathers differ by rank, but the graph around its loop must not.
+
+    Args:
+        graph: a flat graph.
+        max_reuse_bytes: a gathered unit is hoisted if an iteration uses at most this many bytes of other units. What
+            is gathered over one axis, to be gathered over the next, is always hoisted: an iteration holds it from the
+            forward to the backward pass anyway. The scales of codes are hoisted with it.
+
+    Returns:
+        A graph with the same results, bit for bit.
+    """
+    if not _loops(graph):
+        return graph
+    graph = copy_graph(graph)
+    for node in _loops(graph):
+        loop = loop_of(node)
+        assert loop is not None
+        constants = _constants(loop)
+        units = _waits_for(parameter_gathers(loop.body), constants)
+        parts = {w for w in units if _only_feeds(w, is_gather)}
+        size = {w: nbytes(*stand_ins_of(w)) for w in units if w not in parts}
+        total = sum(size.values())
+        hoisted = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
+        if parts:
+            maxima = _waits_for([n for n in loop.body.nodes if is_maximum(n)], constants)
+            hoisted |= {w: alike for w, alike in maxima.items() if not _only_feeds(w, is_maximum)}
+        if hoisted:
+            _move(graph, node, loop, hoisted)
+    return graph
+
+
+def _loops(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule is None]
+
+
+def _constants(loop: Loop) -> dict[Node, Node]:
+    """Map each node that is equal in all iterations to the first node of the same value.
+
+    These are gathers of the body's constant arguments, and what they need.
+    """
+    inputs = [n for n in loop.body.nodes if is_input(n)]
+    changing = set(inputs[: loop.sum_indices.stop])
+    same: dict[Node, Node] = {}
+    first: dict[Any, Node] = {}
+    for n in loop.body.nodes:
+        is_constant = changes_layout(n) or encodes(n) or is_gather(n) or is_wait(n) or is_maximum(n)
+        if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
+            changing.add(n)
+        else:
+            same[n] = n if is_input(n) else first.setdefault(describe(n, same), n)
+    return same
+
+
+def _waits_for(collectives: Sequence[Node], constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """List the waits for those collectives that are equal in all iterations.
+
+    Returns:
+        For each result its first wait, and all its waits: `remat` gathers a unit again for the backward pass.
+    """
+    waits: dict[Node, list[Node]] = {}
+    for w in [w for c in collectives if c in constants for w in c.users if is_wait(w)]:
+        waits.setdefault(constants[w], []).append(w)
+    return waits
+
+
+def _only_feeds(wait: Node, kind: Callable[[Node], bool]) -> bool:
+    """Return whether a result over one axis is only the operand of the same collective over the next axis."""
+    return all(kind(user) for user in views_and_users(wait)[1])
+
+
+def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:
+    """Move the gathers of some units, and the nodes that they need, from a loop's body to before the loop."""
+    inputs = [n for n in loop.body.nodes if is_input(n)]
+    operands = [a for a in node.args if isinstance(a, Node)]
+    outside = dict(zip(inputs[1:], operands, strict=True))  # the body's first argument is the index of the iteration
+    moved: dict[Node, None] = {}
+    stack = [*units]
+    while stack:
+        n = stack.pop()
+        if not is_input(n) and n not in moved:
+            moved[n] = None
+            stack += n.all_input_nodes
+    with graph.inserting_before(node):
+        for n in [n for n in loop.body.nodes if n in moved]:
+            outside[n] = graph.node_copy(n, outside.__getitem__)
+        new = graph.call_function(new_loop_function(), (*operands, *[outside[w] for w in units]))
+    new.meta = {**node.meta, "loop": replace(loop, body=_without(loop.body, units))}
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _without(body: Graph, units: dict[Node, list[Node]]) -> Graph:
+    """Copy a body with gathered units as arguments, after its other arguments."""
+    out = Graph()
+    copies = dict[Node, Node]()
+    inputs = [n for n in body.nodes if is_input(n)]
+    for n in inputs:
+        copies[n] = out.node_copy(n, copies.__getitem__)
+    for w, alike in units.items():
+        copies[w] = out.placeholder(w.name)
+        copies |= dict.fromkeys(alike, copies[w])
+        copies[w].meta = {"val": w.meta["val"], "label": w.meta.get("unit", w.name)}
+    for n in body.nodes:
+        if n not in copies:  # moved nodes without other users are eliminated below
+            copies[n] = out.node_copy(n, copies.__getitem__)
+    out.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
+    return out
