@@ -36,7 +36,7 @@ def partial_attention(
         exponentials, in float32 at least. Where a query attends to no key, these are 0 and -inf.
     """
     if softcap is not None:
-        return _by_definition(q, k, v, keep, causal, scale, softcap)
+        return _attend_by_definition(q, k, v, keep, causal, scale, softcap)
     if _has_cpu_kernel(q, v):
         out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_bias(q, keep), scale=scale
@@ -44,7 +44,7 @@ def partial_attention(
     elif _has_cuda_kernel(q, v, keep):
         out, log_sum = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
-        return _by_definition(q, k, v, keep, causal, scale, softcap=None)
+        return _attend_by_definition(q, k, v, keep, causal, scale, softcap=None)
     return out, log_sum if keep is None else torch.where(keep.any(-1), log_sum, -math.inf)
 
 
@@ -126,11 +126,11 @@ def _group_queries(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return q.unflatten(1, (k.shape[1], -1))
 
 
-def _wide(*xs: torch.Tensor) -> list[torch.Tensor]:
+def _to_wide_dtypes(*xs: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
 
 
-def _by_definition(
+def _attend_by_definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -139,7 +139,7 @@ def _by_definition(
     scale: float,
     softcap: float | None,
 ) -> _Partial:
-    wide_q, wide_k, wide_v = _wide(q, k, v)
+    wide_q, wide_k, wide_v = _to_wide_dtypes(q, k, v)
     scores = _scores(q=wide_q, k=wide_k, keep=keep, causal=causal, scale=scale, softcap=softcap)
     log_sum = scores.logsumexp(-1)
     weights = (scores - torch.where(log_sum == -math.inf, 0.0, log_sum).unsqueeze(-1)).exp()
@@ -161,7 +161,7 @@ def _grad_by_definition(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FlashAttention's algorithm 4 (arXiv:2205.14135), for a part of the keys."""
     dtypes = q.dtype, k.dtype, v.dtype
-    grad, q, k, v, out = _wide(grad, q, k, v, out)
+    grad, q, k, v, out = _to_wide_dtypes(grad, q, k, v, out)
     scores = _scores(q, k, keep, causal, scale, softcap)
     weights = (scores - _group_queries(log_sum, k).unsqueeze(-1)).exp()
     grad, out = _group_queries(grad, k), _group_queries(out, k)

@@ -127,7 +127,7 @@ def _named_difference(one: str, other: str, rank: int) -> str:
         return f"{folder!r} on rank 0 and {folder_of_other!r} on rank {rank}"
     layouts = [json.loads(x) for x in (one, other)]
     for kind, word in (("leaves", "leaf"), ("values", "value")):
-        a, b = [_by_path(layout, kind) for layout in layouts]
+        a, b = [_texts_by_path(layout, kind) for layout in layouts]
         path = next((p for p in (*a, *b) if p not in a or p not in b or a[p] != b[p]), None)
         if path is not None:
             texts = [str(x[path]) if path in x else "missing" for x in (a, b)]
@@ -135,7 +135,7 @@ def _named_difference(one: str, other: str, rank: int) -> str:
     return ""
 
 
-def _by_path(layout: Any, kind: str) -> dict[str, str]:
+def _texts_by_path(layout: Any, kind: str) -> dict[str, str]:
     """Return a layout's leaves or values as text, by path."""
     if kind == "values":
         return {path: repr(x) for path, x in layout["values"].items()}

@@ -56,14 +56,14 @@ def export(
     files, target = files_at(path), check_path("out", out, "the path of a file")
     manifest = read_complete(files)
     _check_kind(target, as_torch)
-    names = _below(prefix, manifest.layout.leaf_index)
+    names = _entries_below(prefix, manifest.layout.leaf_index)
     if not names:
         examples = ", ".join(sorted({repr(p.split(".")[0]) for p in manifest.layout.leaf_index})[:3])
         raise CheckpointError(f"{files.path!r} has no leaves below {prefix!r}: its first keys are {examples}")
     if as_torch or target.endswith(".safetensors"):
         _check_outside(files, target)
     if as_torch:
-        values = _below(prefix, manifest.layout.values)
+        values = _entries_below(prefix, manifest.layout.values)
         with _atomic_file(target) as f:
             _write_torch(f, files, manifest, names, values, dtype, progress)
         return target, sorted([*names, *values])
@@ -101,7 +101,7 @@ def _check_outside(files: Files, target: str) -> None:
         raise CheckpointError(f"{target!r} lies in the checkpoint's own folder: write it elsewhere")
 
 
-def _below(prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
+def _entries_below(prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return the entries below a path, by their paths relative to it. A leaf at the path has its last key as name."""
     start = f"{prefix}." if prefix else ""
     below = {path[len(start) :]: x for path, x in entries.items() if path.startswith(start)}

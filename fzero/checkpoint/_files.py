@@ -204,9 +204,9 @@ class LocalFolder:
             fd, at, flush_start = f.fileno(), 0, 0
             for part in parts:
                 for views in _batches(part):
-                    at += _finish(lambda rest, _: os.writev(fd, rest), views)
+                    at += _repeat_until_moved(lambda rest, _: os.writev(fd, rest), views)
                 if at - flush_start >= _AHEAD:  # flushing from now on, not at the end, saves a fifth of a save's time
-                    _begin_to_write(fd, flush_start, at - flush_start)
+                    _start_writeback(fd, flush_start, at - flush_start)
                     flush_start = at
             os.fsync(fd)
         self.sync()
@@ -227,7 +227,7 @@ class LocalFolder:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:
             for batch in _batches(views):
-                at += _finish(lambda rest, count, start=at: os.preadv(fd, rest, start + count), batch)
+                at += _repeat_until_moved(lambda rest, count, start=at: os.preadv(fd, rest, start + count), batch)
         except EOFError:
             raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at}") from None
         finally:
@@ -278,10 +278,10 @@ def hold_lock(fd: int, path: str) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _begin_to_write(fd: int, start: int, numel: int) -> None:
+def _start_writeback(fd: int, start: int, nbytes: int) -> None:
     """Ask the system to write a range of a file to the disk, without waiting."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, start, numel, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -291,7 +291,7 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield nonempty[i : i + _VECTORS]
 
 
-def _finish(call: Any, views: list[memoryview]) -> int:
+def _repeat_until_moved(call: Any, views: list[memoryview]) -> int:
     """Repeat a system call until all bytes are moved. One call may move fewer: at most 2 GiB on Linux."""
     total = 0
     while views:

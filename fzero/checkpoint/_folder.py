@@ -104,7 +104,7 @@ def _check_finite(step: int, values: Any) -> None:
             )
 
 
-def _run_of(files: Files, mesh: Mesh | None, make: bool) -> str:
+def _run_id(files: Files, mesh: Mesh | None, make: bool) -> str:
     """Return an id of this run, from a random text in its folder. A new folder of the same name gets another id.
 
     A run without a text gets one with `make`, and else the id "".
@@ -158,7 +158,7 @@ class Checkpoints:
 
     def _shared_memory(self, make: bool) -> SharedMemory | None:
         """Return the run's memory; None without `memory`, or if nothing was saved there and `make` is not set."""
-        run = "" if self._memory is None else _run_of(self._files, self._mesh, make)
+        run = "" if self._memory is None else _run_id(self._files, self._mesh, make)
         hosts = Hosts(self._mesh, self._timeout, self._copies) if run else None
         return None if self._memory is None or hosts is None else SharedMemory.of(self._memory, run, hosts)
 

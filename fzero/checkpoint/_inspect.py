@@ -59,9 +59,9 @@ def read(path: StrPath, name: str) -> Any:
     files = files_at(path, call="fzero.checkpoint.read(path, name)")
     manifest = read_complete(files)
     layout = manifest.layout
-    for parent in _above(name):
+    for parent in _paths_above(name):
         inside = name.removeprefix(parent).lstrip(".")
-        value = _within(layout.values[parent], inside) if parent in layout.values else _ABSENT
+        value = _part_at_path(layout.values[parent], inside) if parent in layout.values else _ABSENT
         if value is not _ABSENT:
             return value
     if name not in layout.leaf_index:
@@ -72,7 +72,7 @@ def read(path: StrPath, name: str) -> Any:
     return fill_leaf(files, manifest, layout.leaf_index[name], torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
 
 
-def _above(path: str) -> Iterator[str]:
+def _paths_above(path: str) -> Iterator[str]:
     """Yield a path and each path above it, up to the root."""
     yield path
     while path:
@@ -80,14 +80,14 @@ def _above(path: str) -> Iterator[str]:
         yield path
 
 
-def _within(value: Any, path: str) -> Any:
+def _part_at_path(value: Any, path: str) -> Any:
     """Return the part of a JSON value at a path, or `_ABSENT`."""
     if not path:
         return value
     if not isinstance(value, dict):
         return _ABSENT
     keys = [key for key in value if path == key or path.startswith(f"{key}.")]
-    return next((_within(value[key], path[len(key) + 1 :]) for key in keys), _ABSENT)
+    return next((_part_at_path(value[key], path[len(key) + 1 :]) for key in keys), _ABSENT)
 
 
 def fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _load_files(
         if len(set(sums)) > 1:
             raise CheckpointError(f"{files.path!r}: the ranks see different manifests: is the file system shared?")
     check_same_on_ranks(f"loading {files.path!r}", layout_text(local.layout), mesh)
-    by_file = all_or_none(f"loading {files.path!r}", lambda: _by_file(manifest, local), mesh)
+    by_file = all_or_none(f"loading {files.path!r}", lambda: _reads_by_file(manifest, local), mesh)
     if isinstance(files, SharedMemory):
         files.fetch(manifest, by_file)
     all_or_none(f"loading {files.path!r}", lambda: _fill(files, manifest, local, by_file), mesh)
@@ -206,7 +206,7 @@ class ReadRequest(NamedTuple):
     start: int
 
 
-def _by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest]]:
+def _reads_by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadRequest]]:
     """List the reads of this process by file. Memory that simulated ranks share is read once."""
     requests: dict[int, list[ReadRequest]] = {}
     visited: set[tuple[int, int, int]] = set()
@@ -256,7 +256,7 @@ def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[R
     batch = sorted(requests, key=lambda request: request.offset)
     while batch:
         batch, rest = _split_overlapping(batch)
-        for page, parts in _by_page(batch):
+        for page, parts in _reads_by_page(batch):
             start, stop = page * PAGE_BYTES, min(page * PAGE_BYTES + PAGE_BYTES, file.size)
             views, finish = _views(parts, start, stop, memoryview(scratch))
             files.read_into(name, start, views)
@@ -281,7 +281,7 @@ def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadReques
     return batch, rest
 
 
-def _by_page(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadRequest]]]:
+def _reads_by_page(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadRequest]]]:
     """Split sorted reads at page boundaries, and yield the reads of each page."""
     parts: list[ReadRequest] = []
     page = -1

@@ -334,7 +334,7 @@ def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRa
 
     def pages() -> Iterator[list[memoryview]]:
         nonlocal size
-        for page in _in_pages(head, ranges):
+        for page in _pages_of_file(head, ranges):
             sums.append(xxh3_checksum(page))
             size += sum(len(view) for view in page)
             yield page
@@ -343,7 +343,7 @@ def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRa
     return File(size, "".join(sums))
 
 
-def _in_pages(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
+def _pages_of_file(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
     """Yield the bytes of a file in pages of `PAGE_BYTES` bytes; the last one may be shorter."""
     page = list[memoryview]()
     space = PAGE_BYTES

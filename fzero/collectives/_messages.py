@@ -54,7 +54,7 @@ _OUTGOING: "WeakKeyDictionary[Any, list[PendingMessages]]" = WeakKeyDictionary()
 _MAX_OUTGOING = 64  # with more messages, wait for the oldest
 
 
-def _by_vmap(n: int, options: MessageOptions, xs: Tensors) -> Tensors:
+def _refuse_vmap(n: int, options: MessageOptions, xs: Tensors) -> Tensors:
     raise RuntimeError(
         "fzero.collectives.send and fzero.collectives.receive: ranks simulated by vmap run one program, so all ranks "
         'would send or receive; use fzero.collectives.ppermute, or fzero.mesh(..., simulate="lockstep")'
@@ -92,8 +92,8 @@ def _transpose(options: MessageOptions) -> MessageOptions:
 
 
 add_rows(
-    LinearMap("send", RankOperation("", _by_vmap, _send), "receive", transpose_options=_transpose),
-    LinearMap("receive", RankOperation("", _by_vmap, _receive), "send", transpose_options=_transpose),
+    LinearMap("send", RankOperation("", _refuse_vmap, _send), "receive", transpose_options=_transpose),
+    LinearMap("receive", RankOperation("", _refuse_vmap, _receive), "send", transpose_options=_transpose),
 )
 
 

@@ -59,7 +59,7 @@ def _local_all_to_all(binding: Binding, options: DimOptions, xs: Tensors) -> Ten
     return [group_all_to_all(x, binding).movedim(0, options.dim)]
 
 
-def _only(xs: torch.Tensor, source: int) -> torch.Tensor:
+def _keep_for_source(xs: torch.Tensor, source: int) -> torch.Tensor:
     """Return the sum for the source, and zeros for all other ranks."""
     rank = torch.arange(len(xs), device=xs.device).reshape(-1, *[1] * (xs.ndim - 1))
     total = xs.sum(0, dtype=xs.dtype)
@@ -117,7 +117,7 @@ add_rows(
         "psum_to_one",
         RankOperation(
             "all_reduce",
-            all_ranks=lambda n, options, xs: [_only(xs[0], options.rank)],
+            all_ranks=lambda n, options, xs: [_keep_for_source(xs[0], options.rank)],
             local=_local_psum_to_one,
             detail=lambda options, xs: f"({options.rank})",
         ),
@@ -165,13 +165,13 @@ def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, co
     if not axes:
         return x
     # [.., n k, ..] -> [to.., .., k, ..]: one dimension per axis, each exchanged by itself
-    y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_front(split, len(sizes)))
+    y = x.unflatten(split, (*sizes, x.shape[split] // n)).movedim(*_movedim_to_front(split, len(sizes)))
     for i, a in enumerate(axes):
         (y,) = apply(a.token, "all_to_all", a.binding, DimOptions(i - y.ndim), y)
     return y.flatten(0, len(sizes) - 1).movedim(0, concat).flatten(concat, concat + 1)
 
 
-def _front(first: int, count: int) -> tuple[list[int], list[int]]:
+def _movedim_to_front(first: int, count: int) -> tuple[list[int], list[int]]:
     """Return the arguments of movedim that put `count` dimensions from `first` in front."""
     return list(range(first, first + count)), list(range(count))
 

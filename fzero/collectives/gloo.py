@@ -22,7 +22,7 @@ __all__ = ["REPLACEMENTS", "all_gather", "all_gather_into", "reduce_scatter", "w
 
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20  # a range of tags for these messages alone
 # counts each process group's exchanges, which all ranks run in one order
-_NUMBERS: "WeakKeyDictionary[Any, Iterator[int]]" = WeakKeyDictionary()
+_EXCHANGE_COUNTS: "WeakKeyDictionary[Any, Iterator[int]]" = WeakKeyDictionary()
 
 
 class PendingMessages(NamedTuple):
@@ -39,7 +39,7 @@ class PendingMessages(NamedTuple):
 
 def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
     """Start to concatenate the ranks' tensors along dimension 0; `wait` returns the result."""
-    if not _applies(x, group):
+    if not _uses_messages(x, group):
         return c10d.all_gather_into_tensor(x, ranks, group)
     x = x.resolve_conj().resolve_neg()
     output, rank, inputs = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group)), [x]
@@ -61,7 +61,7 @@ def all_gather_into(
     Returns:
         For each leaf, pending messages to wait for. The leaf's values are undefined before.
     """
-    if not _applies(x, group):
+    if not _uses_messages(x, group):
         output = c10d.all_gather_into_tensor(x, ranks, group)
 
         def copied(leaf: torch.Tensor, start: int) -> torch.Tensor:
@@ -77,22 +77,22 @@ def all_gather_into(
         return leaf
 
     for leaf, start in zip(leaves, offsets, strict=True):
-        part = _between(x, rank * k, start, start + leaf.numel())
-        rows = [_between(leaf.view(-1), start, r * k, r * k + k) for r in range(ranks)]
+        part = _view_elements(x, rank * k, start, start + leaf.numel())
+        rows = [_view_elements(leaf.view(-1), start, r * k, r * k + k) for r in range(ranks)]
         pending.append(PendingMessages(_exchange([part] * ranks, rows, rank, group), partial(finish, leaf)))
         if rows[rank].data_ptr() != part.data_ptr():  # equal if x is already in the leaf's memory
             rows[rank].copy_(part)
     return pending
 
 
-def _between(x: torch.Tensor, offset: int, start: int, stop: int) -> torch.Tensor:
+def _view_elements(x: torch.Tensor, offset: int, start: int, stop: int) -> torch.Tensor:
     """View elements `start` to `stop` of a unit in `x`, which starts at element `offset` of the unit."""
     return x[max(start - offset, 0) : max(stop - offset, 0)]
 
 
 def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     """Start to sum the ranks' tensors; `wait` returns this rank's part of the sum along dimension 0."""
-    if op != "sum" or not _applies(x, group):
+    if op != "sum" or not _uses_messages(x, group):
         return c10d.reduce_scatter_tensor(x, op, ranks, group)
     parts = x.resolve_conj().resolve_neg().contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
     rank = dist.get_rank(group_of(group))
@@ -119,7 +119,7 @@ def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank:
     process_group: Any = group_of(group)
     ranks = len(sends)
     # each exchange has a tag of its own, so that it cannot receive a message of the user's
-    tag = _FIRST_TAG + next(_NUMBERS.setdefault(process_group, itertools.count())) % _TAGS
+    tag = _FIRST_TAG + next(_EXCHANGE_COUNTS.setdefault(process_group, itertools.count())) % _TAGS
     works = []
     for i in range(1, ranks):  # start with the next rank, so that not all ranks send to one
         to, source = (rank + i) % ranks, (rank - i) % ranks
@@ -147,12 +147,12 @@ def _sum_rows(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
     return total
 
 
-def _applies(x: torch.Tensor, group: str) -> bool:
+def _uses_messages(x: torch.Tensor, group: str) -> bool:
     """Return whether messages replace a collective: on gloo, and outside traces, which record the collective."""
     return not is_tracing() and x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
 
 
-def _each(start: Callable[..., Any]) -> Callable[..., list[Any]]:
+def _start_for_each(start: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Return a function that starts a collective for each tensor of a list."""
 
     def start_all(xs: Sequence[torch.Tensor], *options: Any) -> list[Any]:
@@ -165,7 +165,7 @@ def _each(start: Callable[..., Any]) -> Callable[..., list[Any]]:
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     c10d.all_gather_into_tensor.default: all_gather,
     c10d.reduce_scatter_tensor.default: reduce_scatter,
-    c10d.all_gather_into_tensor_coalesced.default: _each(all_gather),
-    c10d.reduce_scatter_tensor_coalesced.default: _each(reduce_scatter),
+    c10d.all_gather_into_tensor_coalesced.default: _start_for_each(all_gather),
+    c10d.reduce_scatter_tensor_coalesced.default: _start_for_each(reduce_scatter),
     c10d.wait_tensor.default: wait,
 }

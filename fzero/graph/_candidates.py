@@ -86,8 +86,8 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
     limit = max(prefetch_budget, _limit(leanest, options.memory_budget))
     fitting = [c for c in leanest if c.peak_bytes <= limit]
     schedules = leanest + _schedule_overlaps(scheduler, fitting, overlaps[1:], prefetch_budget)
-    schedules = _with_carried(scheduler, schedules, limit)
-    schedules = _with_early_sends(scheduler, schedules, limit, (leanest[0].pass_settings.recompute, overlaps[-1]))
+    schedules = _add_carried(scheduler, schedules, limit)
+    schedules = _add_early_sends(scheduler, schedules, limit, (leanest[0].pass_settings.recompute, overlaps[-1]))
     return [c for c in schedules if options.prefetch in ("auto", c.pass_settings.prefetch)] or leanest
 
 
@@ -96,7 +96,7 @@ def _schedule_leanest(scheduler: _Scheduler, overlap: tuple[int | str, int]) -> 
     prefetch, in_flight = overlap
     tries = _settings_to_try(scheduler.passes, scheduler.options)
     schedules = [scheduler.schedule(x._replace(prefetch=prefetch, in_flight=in_flight)) for x in tries]
-    return _with_recast(scheduler, schedules)
+    return _add_recast(scheduler, schedules)
 
 
 def _schedule_overlaps(
@@ -115,7 +115,7 @@ def _schedule_overlaps(
     ]
 
 
-def _with_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: float) -> list[Candidate]:
+def _add_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: float) -> list[Candidate]:
     """Add the schedules whose reductions stay in flight between iterations; the option may force or forbid them."""
     option = scheduler.options.across_iterations
     if option is False:
@@ -129,7 +129,7 @@ def _with_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: floa
     return carried if carried and option is True else schedules + carried
 
 
-def _with_early_sends(
+def _add_early_sends(
     scheduler: _Scheduler, schedules: list[Candidate], limit: float, chosen: tuple[bool, tuple[int | str, int]]
 ) -> list[Candidate]:
     """Add the schedules of a pipeline that send gradients early; the option may force or forbid them.
@@ -150,7 +150,7 @@ def _with_early_sends(
     return early if option is True else schedules + early
 
 
-def _with_recast(scheduler: _Scheduler, schedules: list[Candidate]) -> list[Candidate]:
+def _add_recast(scheduler: _Scheduler, schedules: list[Candidate]) -> list[Candidate]:
     """Add the schedules in which `recast` saves memory; the option may force or forbid them."""
     passes, options = scheduler.passes, scheduler.options
     if options.recast is False:

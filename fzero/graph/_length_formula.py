@@ -46,13 +46,15 @@ class LengthFormula:
 
     def at(self, length: int) -> Graph:
         """Return the graph at a length. A value keeps its stand-in unless its storage depends on the length."""
-        return _rewrite(self.graph, iter(_at(self.numbers.arguments, length)), self._values_at(length))
+        return _rewrite(self.graph, iter(_values_at_length(self.numbers.arguments, length)), self._values_at(length))
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
         """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
         storage_ids = [storage_id(x) for x in _values_in(self.graph)]
-        sizes = dict(zip(dict.fromkeys(storage_ids), _at(self.numbers.memory, length), strict=True))
-        each = list(zip(_values_in(self.graph), storage_ids, _at(self.numbers.geometries, length), strict=True))
+        sizes = dict(zip(dict.fromkeys(storage_ids), _values_at_length(self.numbers.memory, length), strict=True))
+        each = list(
+            zip(_values_in(self.graph), storage_ids, _values_at_length(self.numbers.geometries, length), strict=True)
+        )
         changed = {k for x, k, new in each if new != _geometry(x) or sizes[k] != x.untyped_storage().nbytes()}
         storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
         return {id(x): stand_in_at(x, storages[k], new) for x, k, new in each if k in changed}
@@ -63,7 +65,7 @@ def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> LengthFormula | None:
     assert len(graphs) >= SAMPLES
     numbers = [_numbers(graph) for _, graph in graphs]
     fits = [
-        fit_all([Sample(length, _flat(x)) for (length, _), x in zip(graphs, field, strict=True)])
+        fit_all([Sample(length, _flatten_field(x)) for (length, _), x in zip(graphs, field, strict=True)])
         for field in zip(*numbers, strict=True)
     ]
     if any(x is None for x in fits):
@@ -73,11 +75,11 @@ def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> LengthFormula | None:
     return LengthFormula(graphs[0][1], _Numbers(tuple(arguments), geometries, tuple(memory)))
 
 
-def _flat(field: Sequence[Any]) -> tuple[int, ...]:
+def _flatten_field(field: Sequence[Any]) -> tuple[int, ...]:
     return tuple([i for x in field for i in (x if isinstance(x, tuple) else (x,))])
 
 
-def _at(field: Sequence[Any], length: int) -> list[Any]:
+def _values_at_length(field: Sequence[Any], length: int) -> list[Any]:
     return [x.at(length) if isinstance(x, Polynomial) else tuple([p.at(length) for p in x]) for x in field]
 
 

@@ -100,7 +100,7 @@ class NonFiniteTracker:
         storages = {memory_of(x).storage for x in operation.arguments if is_real(x)}
         new = [x for x in results if is_real(x) and memory_of(x).storage not in storages]
         if "empty" in name:
-            self._expect(new, self._record_early_read(operation))
+            self._watch_memory(new, self._record_early_read(operation))
             return
         if "lift_fresh" in name:  # a constant: torch.tensor(-math.inf)
             new = [x for x in results if is_real(x)]
@@ -157,7 +157,7 @@ class NonFiniteTracker:
         def record_received(nan: bool) -> int:
             return self._record(nan, [], origin, collective)
 
-        self._expect(
+        self._watch_memory(
             [*results, *operation.mutated_arguments, *(operation.arguments if is_receive else ())], record_received
         )
 
@@ -178,7 +178,7 @@ class NonFiniteTracker:
             memory = memory_of(x)
             self._regions.setdefault(memory.storage, []).append(_NonFiniteMemory(memory, number))
 
-    def _expect(self, xs: Sequence[torch.Tensor], record: Callable[[bool], int]) -> None:
+    def _watch_memory(self, xs: Sequence[torch.Tensor], record: Callable[[bool], int]) -> None:
         for x in xs:
             if is_real(x) and (x.is_floating_point() or x.is_complex()):
                 memory = memory_of(x)

@@ -255,8 +255,8 @@ def make_engine(
     mesh, backend, precision = options.mesh, options.backend, options.precision
     for module in (model, *others):
         _copy_from_first_rank(module, mesh)
-    by_block = nn.functional_in_place(model, mesh.device) if options.in_place else _by_block(model)
-    rest = [_by_block(other.requires_grad_(False)) for other in others]
+    by_block = nn.functional_in_place(model, mesh.device) if options.in_place else _divide_at_blocks(model)
+    rest = [_divide_at_blocks(other.requires_grad_(False)) for other in others]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
     in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.others)
     loss_scale = precision is not None and precision.param is torch.float16
@@ -320,6 +320,6 @@ def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:
         x.data.copy_(on_device)
 
 
-def _by_block(module: torch.nn.Module) -> nn.Functional:
+def _divide_at_blocks(module: torch.nn.Module) -> nn.Functional:
     """Take a module apart so that each repeated block, if there are any, gathers its own parameters."""
     return nn.functional(module, remat=bool(nn.repeated_blocks(module)))

@@ -47,7 +47,7 @@ def _device_or_default(device: Any) -> Any:
     return torch.empty(()).device if device is None else device  # Dynamo cannot trace torch.get_default_device()
 
 
-def _finish(x: torch.Tensor, requires_grad: bool = False, **_: Any) -> torch.Tensor:
+def _set_requires_grad(x: torch.Tensor, requires_grad: bool = False, **_: Any) -> torch.Tensor:
     """Set requires_grad of a new tensor; layout and pinned memory are ignored."""
     return x.requires_grad_() if requires_grad else x
 
@@ -64,7 +64,7 @@ def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         if out is not None or not has_size or _dtype_or_default(dtype) not in _draws.BITS:
             return NotImplemented
         x = f(draw(), _shape(size or (options["size"],)), _dtype_or_default(dtype), _device_or_default(device))
-        return _finish(x, **options)
+        return _set_requires_grad(x, **options)
 
     return make
 
@@ -74,7 +74,7 @@ def factory_like_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         dtype = dtype or x.dtype
         if dtype not in _draws.BITS:
             return NotImplemented
-        return _finish(f(draw(), x.shape, dtype, device or x.device), **options)
+        return _set_requires_grad(f(draw(), x.shape, dtype, device or x.device), **options)
 
     return make
 
@@ -85,7 +85,7 @@ def randint(draw: _Draw, *args: Any, out: Any = None, dtype: Any = None, device:
     low, high = _bounds([x for x in args if isinstance(x, int)], **options)
     size = options["size"] if "size" in options else args[-1]
     x = _draws.randint(draw(), low, high, size, _device_or_default(device))
-    return _finish(x.to(dtype or torch.int64), **options)
+    return _set_requires_grad(x.to(dtype or torch.int64), **options)
 
 
 def _bounds(numbers: Sequence[int], low: int = 0, high: int | None = None, **_: Any) -> tuple[int, int]:
@@ -100,14 +100,16 @@ def randint_like(
     if any(isinstance(a, torch.Tensor) for a in [*args, *options.values()]):
         return NotImplemented
     low, high = _bounds(args, **options)
-    return _finish(_draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options)
+    return _set_requires_grad(
+        _draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options
+    )
 
 
 def randperm(draw: _Draw, n: int, *, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
     x = _draws.permutation(draw(), n, _device_or_default(device))
-    return _finish(x.to(dtype or torch.int64), **options)
+    return _set_requires_grad(x.to(dtype or torch.int64), **options)
 
 
 def bernoulli(draw: _Draw, x: torch.Tensor, p: Any = None, *, out: Any = None, **_: Any) -> Any:

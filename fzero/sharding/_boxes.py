@@ -80,16 +80,16 @@ def _refuse(box: Any, user: str) -> Any:
     raise TypeError(f"{user} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
 
 
-def _refusing(name: str) -> Any:
+def _refused_operator(name: str) -> Any:
     return lambda self, *args: _refuse(self, f"the operator {name}")
 
 
 # torch treats a TypeError of __torch_function__ as "not implemented" and tries the other operand: so operators refuse
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(_Box, f"__{_name}__", _refusing(_name))
-    setattr(_Box, f"__r{_name}__", _refusing(_name))
+    setattr(_Box, f"__{_name}__", _refused_operator(_name))
+    setattr(_Box, f"__r{_name}__", _refused_operator(_name))
 for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int"):
-    setattr(_Box, f"__{_name}__", _refusing(_name))
+    setattr(_Box, f"__{_name}__", _refused_operator(_name))
 
 
 class _ShardedLeaf(_Box):

@@ -254,7 +254,7 @@ def intern_parts(
 ) -> int:
     """Return the spec_id of the spec with these attributes. `bound` lists the axes of the rank program's mesh."""
     return intern(
-        _with_order(
+        _order_axes(
             Spec(
                 unit=unit,
                 sharded_over=sharded_over,
@@ -269,7 +269,7 @@ def intern_parts(
     )
 
 
-def _with_order(spec: Spec, bound: Sequence[str]) -> Spec:
+def _order_axes(spec: Spec, bound: Sequence[str]) -> Spec:
     return replace(spec, order=tuple(name for name in bound if name in spec.varies))
 
 
@@ -278,7 +278,7 @@ def with_sharding_axes(
     spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: ReduceGrads, bound: tuple[str, ...]
 ) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_with_order(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
+    return intern(_order_axes(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
 
 
 @assume_constant_result

@@ -45,7 +45,7 @@ def accumulate(
         return at_least_float32(value) if in_float32 else value
 
     def run(j: int | torch.Tensor) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-        differentiate = _by_autograd if autograd else _value_and_grad
+        differentiate = _value_and_grad_by_autograd if autograd else _value_and_grad
         value, aux, gradients = differentiate(loss_of(j), variables, j)
         return widen(value), aux, gradients
 
@@ -55,7 +55,7 @@ def accumulate(
         return widen(outputs[0]), _put_tensors(outputs[2], auxes.pop())
 
     if is_looped:
-        return _in_a_loop(run, forward, dtypes, micro_batches)
+        return _record_iteration(run, forward, dtypes, micro_batches)
     total, aux, gradients = run(0)
     auxes = [aux]
     if micro_batches > 1:  # later gradients are cast to these dtypes as they are added
@@ -68,7 +68,7 @@ def accumulate(
     return total, auxes[0] if micro_batches == 1 else tree.map(_stack, *auxes), gradients
 
 
-def _in_a_loop(
+def _record_iteration(
     run: Callable[[torch.Tensor], tuple[torch.Tensor, Any, list[torch.Tensor]]],
     forward: Callable[[torch.Tensor], tuple[torch.Tensor, Any]],
     dtypes: list[torch.dtype],
@@ -124,7 +124,7 @@ def _value_and_grad(
     return value, _put_tensors(tensors, auxes.pop()), gradients
 
 
-def _by_autograd(
+def _value_and_grad_by_autograd(
     loss_of: Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]],
     variables: list[torch.Tensor],
     j: int | torch.Tensor,

@@ -38,12 +38,12 @@ class Vjp:
     outputs: tuple[int, ...]
     deferred_checks: Mapping[str, DeferredCheck] | None = None
 
-    def of(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
+    def derive(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
         """Return the vjp of `f`."""
 
         def vjp(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
+                ys = f(*_replace_at(tensors[: self.num_inputs], self.wrt, xs))
                 out = tuple([ys[i] for i in self.outputs])
                 for deferred in (self.deferred_checks or {}).values():
                     results = {1 + i: y for i, y in zip(self.outputs, out, strict=True)}  # output 0 is not a tensor
@@ -71,12 +71,12 @@ class Jvp:
     wrt: tuple[int, ...]
     outputs: tuple[int, ...]
 
-    def of(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
+    def derive(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
         """Return the jvp of `f`."""
 
         def jvp(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                ys = f(*_put(tensors[: self.num_inputs], self.wrt, xs))
+                ys = f(*_replace_at(tensors[: self.num_inputs], self.wrt, xs))
                 return tuple([ys[i] for i in self.outputs])
 
             primals = tuple([tensors[i] for i in self.wrt])
@@ -98,7 +98,7 @@ class Map:
     dims: tuple[int | None, ...]
     randomness: str
 
-    def of(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
+    def derive(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
         """Return `f` mapped over a batch; each run appends to `batch_flags` which outputs have the batch."""
 
         def one(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,7 +131,7 @@ def within_vjp(f: TupleFunction, wrt: Sequence[int], check: bool) -> TupleFuncti
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def partial(*xs: torch.Tensor) -> Any:
-            ys = f(*_put(tensors, wrt, xs))
+            ys = f(*_replace_at(tensors, wrt, xs))
             if check:
                 check_sources(ys, xs)
             return xs[0], ys
@@ -142,7 +142,7 @@ def within_vjp(f: TupleFunction, wrt: Sequence[int], check: bool) -> TupleFuncti
     return run
 
 
-def _put(xs: Tensors, indices: Sequence[int], new: Tensors) -> list[torch.Tensor]:
+def _replace_at(xs: Tensors, indices: Sequence[int], new: Tensors) -> list[torch.Tensor]:
     out = list(xs)
     for i, x in zip(indices, new, strict=True):
         out[i] = x

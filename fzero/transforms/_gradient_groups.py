@@ -221,7 +221,7 @@ def open_argument(
     if precision is not None:
         precision.check(name, paths, entries)
     groups: list[_GradientGroup] = [
-        _of_shard(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)
+        _group_of_shard(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)
     ]
     groups += [_group_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
     if axes:
@@ -279,7 +279,7 @@ def _groups_of_tensors(
     return groups
 
 
-def _of_shard(
+def _group_of_shard(
     unit: ShardedUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
 ) -> _GradientGroup:
     """Return the group of a unit that is sharded: its variables are the shard, or the leaves if it is reduced once."""

@@ -88,7 +88,8 @@ def scaled_value_and_grad(
 
     def unscale(*args: Any, **kwargs: Any) -> Any:
         value, grads = scaled_value_and_grads(*args, **kwargs)
-        value = _first(value, lambda x: _scale_gradient(x, 1 / factor))  # derivatives of the value are unscaled too
+        # derivatives of the value are unscaled too
+        value = _change_loss(value, lambda x: _scale_gradient(x, 1 / factor))
         return value, tree.map(lambda g: at_least_float32(g) / factor, grads)
 
     return unscale
@@ -104,13 +105,13 @@ class _ScaledLoss:
         self.scale = scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _first(
+        return _change_loss(
             call_with_loss_scale(self.scale, self.f, *args, **kwargs), lambda x: _scale_gradient(x, self.scale)
         )
 
 
-def _first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _change_loss(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Change the loss, the first item in loss, (loss, aux), (total, weight) or ((total, weight), aux)."""
     if isinstance(out, tuple) and out:
-        return (_first(out[0], change), *out[1:])
+        return (_change_loss(out[0], change), *out[1:])
     return change(out) if isinstance(out, torch.Tensor) and out.is_floating_point() else out

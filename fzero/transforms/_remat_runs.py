@@ -159,7 +159,7 @@ class Computation:
             wrt = [i for i, d in enumerate(self.call.differentiated) if d]
             f = within_vjp(f, wrt, check=self.recording is None)
         for step, runs in zip(self.steps, batch_flags, strict=True):
-            f = step.of(f, runs)
+            f = step.derive(f, runs)
         out = f(*[x.detach() for x in inputs])
         return tuple(out), tuple([runs[-1] if runs else () for runs in batch_flags])
 

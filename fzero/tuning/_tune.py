@@ -96,7 +96,7 @@ class ConfigurationTable(FigureReport):
     @property
     def fitting(self) -> list[TableRow]:
         """The rows that fit, the fastest first."""
-        return _by_time([r for r in self.rows if r.peak_bytes <= self.budget])
+        return _sort_by_time([r for r in self.rows if r.peak_bytes <= self.budget])
 
     @property
     def too_large(self) -> list[TableRow]:
@@ -107,7 +107,7 @@ class ConfigurationTable(FigureReport):
     def frontier(self) -> list[TableRow]:
         """The Pareto frontier: rows to which no other row is both faster and smaller. The fastest is first."""
         rows: list[TableRow] = []
-        for row in _by_time(self.rows):
+        for row in _sort_by_time(self.rows):
             if not rows or row.peak_bytes < rows[-1].peak_bytes:
                 rows.append(row)
         return rows
@@ -260,7 +260,7 @@ class ConfigurationTable(FigureReport):
             raise ValueError(f"expected the JSON of a table of fzero.tune, got {text[:60]!r}: {error}") from error
 
 
-def _by_time(rows: Iterable[TableRow]) -> list[TableRow]:
+def _sort_by_time(rows: Iterable[TableRow]) -> list[TableRow]:
     return sorted(rows, key=lambda r: (r.seconds, r.peak_bytes))
 
 

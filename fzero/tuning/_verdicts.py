@@ -141,13 +141,13 @@ def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
     rows = _peers(context, *_PARALLEL_FIELDS)
     if len({_ranks_of_model(r) for r in rows}) < 2:
         return None
-    return sorted(rows, key=lambda r: (_ranks_of_model(r), *_within(context, r)))
+    return sorted(rows, key=lambda r: (_ranks_of_model(r), *_tp_sort_key(context, r)))
 
 
 def _machine_first(context: _RuleContext) -> list[TableRow] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
     rows = [r for r in _peers(context, *_PARALLEL_FIELDS) if _ranks_of_model(r) == _ranks_of_model(context.best)]
-    return sorted(rows, key=lambda r: _within(context, r)) if len({r.config.tp for r in rows}) > 1 else None
+    return sorted(rows, key=lambda r: _tp_sort_key(context, r)) if len({r.config.tp for r in rows}) > 1 else None
 
 
 def _pipeline_fill(context: _RuleContext) -> list[TableRow] | None:
@@ -168,7 +168,7 @@ def _ranks_of_model(row: TableRow) -> int:
     return row.config.tp * row.config.pp
 
 
-def _within(context: _RuleContext, row: TableRow) -> tuple[bool, int]:
+def _tp_sort_key(context: _RuleContext, row: TableRow) -> tuple[bool, int]:
     """Return a key that sorts rows by tp: the largest within a machine first, those that cross machines last."""
     return row.config.tp > context.devices_per_host, -row.config.tp
 

@@ -58,7 +58,7 @@ WAIT_ELSEWHERE = """lambda x: [
 FAULTS = {
     "values are held until the end of the step": LaneFault(
         "graph/run/_program.py",
-        "_with_frees",
+        "_record_frees",
         becomes("A._replace(free=B)", "A._replace(free=[])"),
         "toy",
         "inductor",

@@ -111,18 +111,18 @@ def reductions_other_than_sums_are_torchs(mesh: fzero.ranks.Mesh) -> None:
 def a_unit_arrives_in_its_leaves(mesh: fzero.ranks.Mesh) -> None:
     """Leaves that end within a rank's part, an empty one, one without dimensions, a gap; as messages, and without."""
     n, group = mesh.size, torch.distributed.group.WORLD.group_name  # pyright: ignore
-    applies = gloo._applies
+    applies = gloo._uses_messages
     for dtype, messages in itertools.product((torch.float32, torch.bfloat16, torch.int64), (True, False)):
         for k in (1, 2, 7, 1000):
             data = (torch.arange(n * k) * 10).to(dtype)
             shapes = [(k // 2,), (0, 3), (), (1, max(n * k - k // 2 - 3, 0))]
             offsets = [0, k // 2, min(k // 2, n * k - 1), min(k // 2 + 2, n * k)]
             leaves = [torch.full(shape, -1, dtype=dtype) for shape in shapes]
-            gloo._applies = applies if messages else lambda x, group: False
+            gloo._uses_messages = applies if messages else lambda x, group: False
             try:
                 started = gloo.all_gather_into(data.chunk(n)[mesh.rank], n, group, leaves, offsets)
             finally:
-                gloo._applies = applies
+                gloo._uses_messages = applies
             for i in reversed(range(len(leaves))):
                 assert gloo.wait(started[i]) is leaves[i]
                 expected = data[offsets[i] :][: leaves[i].numel()].view(shapes[i])

@@ -75,7 +75,7 @@ MUTANTS = [
         ),
     ),
     *File("checkpoint/_folder.py", (*FOLDER, "-k", "does_not_create_it")).faults(
-        Fault("a folder that is only read is made", "_run_of.run_id", never("not make")),
+        Fault("a folder that is only read is made", "_run_id.run_id", never("not make")),
     ),
     *File("checkpoint/_folder.py", FOLDER).faults(
         Fault("a run that is nan saves over its good checkpoints", "Checkpoints.save", skipped("A(step, finite)")),
@@ -105,7 +105,7 @@ MUTANTS = [
         ),
         Fault("no warning tells of newer steps on disk", "Checkpoints._warn_of_newer", becomes("A > B", "A > 10 * B")),
         Fault(
-            "a copy of a run's folder shares the run's checkpoint in memory", "_run_of.run_id", bare("A + B.C.encode()")
+            "a copy of a run's folder shares the run's checkpoint in memory", "_run_id.run_id", bare("A + B.C.encode()")
         ),
     ),
     *File("checkpoint/_files.py", CRASH).faults(
@@ -119,7 +119,11 @@ MUTANTS = [
         Fault("a manifest is not flushed to the disk", "LocalFolder.put", skipped("os.fsync(A.fileno())")),
         Fault("a file's name is not flushed to the disk", "LocalFolder.sync", skipped("os.fsync(A)")),
         Fault("a manifest is written in place", "LocalFolder.put", bare("f'.{A}.tmp'", at="1 of 2")),
-        Fault("a write that stops midway is not continued", "_finish", becomes("while views: ...", "if views: ...")),
+        Fault(
+            "a write that stops midway is not continued",
+            "_repeat_until_moved",
+            becomes("while views: ...", "if views: ..."),
+        ),
         Fault("a lock outlives its save", "hold_lock", skipped("fcntl.flock(A, fcntl.LOCK_UN)"), FOLDER),
         Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),

@@ -41,7 +41,11 @@ MUTANTS = [
     *File("collectives/_moves.py").faults(
         Fault("all_to_all returns the rank's own rows", "", bare("A.transpose(0, B.dim)")),
         Fault("the transpose of ppermute sends in the same direction", "", becomes("(to, A)", "(A, to)")),
-        Fault("a broadcast's gradient goes to all ranks, not to the source only", "_only", becomes("A == B", "A >= 0")),
+        Fault(
+            "a broadcast's gradient goes to all ranks, not to the source only",
+            "_keep_for_source",
+            becomes("A == B", "A >= 0"),
+        ),
     ),
     *File("collectives/_messages.py", ("tests/collectives/test_collectives.py",)).faults(
         Fault(

@@ -120,11 +120,13 @@ MUTANTS = [
         ),
         Fault(
             "each rank drops the weights of the first tokens",
-            "_by_definition",
+            "_attend_by_definition",
             becomes("A + queries.unsqueeze(-1)", "A + torch.arange(t).unsqueeze(-1)"),
         ),
         Fault(
-            "documents are ignored in derivatives of the second order", "_by_definition", never("documents is not None")
+            "documents are ignored in derivatives of the second order",
+            "_attend_by_definition",
+            never("documents is not None"),
         ),
     ),
     *File("parallel/context/_attention.py", ATTENTION).faults(
@@ -212,6 +214,6 @@ MUTANTS = [
             "_grad_by_definition",
             becomes("A - B.sum(-1, keepdim=True)", "A"),
         ),
-        Fault("groups of heads are interleaved", "_by_definition", constant(2, 1, at="1 of 3")),
+        Fault("groups of heads are interleaved", "_attend_by_definition", constant(2, 1, at="1 of 3")),
     ),
 ]

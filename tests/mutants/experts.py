@@ -24,7 +24,9 @@ MUTANTS = [
             (becomes("bias.detach()", "bias"), becomes("A.gather(-1, B)", "scores.gather(-1, B) - bias[B]")),
         ),
         Fault("gates are not scaled", "route", bare("A * B")),
-        Fault("a group of experts is scored by its best expert only", "_in_best_groups", constant(2, 1, at="1 of 3")),
+        Fault(
+            "a group of experts is scored by its best expert only", "_mask_other_groups", constant(2, 1, at="1 of 3")
+        ),
         Fault("a token with nan scores takes an expert position", "route", bare("torch.where(B, C.shape[-1], A)")),
         Fault("the router computes in half precision", "route", bare("at_least_float32(A)")),
         Fault("every rank draws the same jitter", "jitter", becomes("A * B.shape[0]", "A * 0")),

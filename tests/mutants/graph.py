@@ -207,12 +207,12 @@ MUTANTS = [
         Fault("a collective's bytes leave out the padding", "_full", never("A(B)"), OVERWRITE),
     ),
     *File("graph/_candidates.py", RECAST).faults(
-        Fault("recast is kept wherever it changes something", "_with_recast", dropped("A.B < C.B")),
-        Fault("recast=True is ignored", "_with_recast", never("A.B is True")),
-        Fault("recast=False is ignored", "_with_recast", never("A.B is False")),
+        Fault("recast is kept wherever it changes something", "_add_recast", dropped("A.B < C.B")),
+        Fault("recast=True is ignored", "_add_recast", never("A.B is True")),
+        Fault("recast=False is ignored", "_add_recast", never("A.B is False")),
         Fault(
             "candidates that carry no reduction across iterations are listed as if they did",
-            "_with_carried",
+            "_add_carried",
             dropped("A(B.graph)"),
             CARRY,
         ),
@@ -424,7 +424,7 @@ MUTANTS = [
         Fault("a summary counts one iteration's collectives", "_group_lines", bare("A * B.times"), LOOP_PLANS),
     ),
     *File("transforms/_accumulate.py", UNROLLED).faults(
-        Fault("numbers in aux are not compared", "_in_a_loop", skipped("A(B, C)")),
+        Fault("numbers in aux are not compared", "_record_iteration", skipped("A(B, C)")),
     ),
     *File("graph/_polynomials.py", LENGTHS).faults(
         Fault(

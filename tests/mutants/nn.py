@@ -120,8 +120,8 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_models.py", ("tests/nn/test_longrope.py",)).faults(
-        Fault("a rank of split sequences knows its own positions alone", "_with_longest", always("A is None")),
-        Fault("the longest position has an angle of its own", "_with_longest", bare("A[..., :-1, :]")),
+        Fault("a rank of split sequences knows its own positions alone", "_use_longest_of_ranks", always("A is None")),
+        Fault("the longest position has an angle of its own", "_use_longest_of_ranks", bare("A[..., :-1, :]")),
     ),
     *File("nn/_apply.py", STEP).faults(
         Fault("ranks share a module's cached copy", "Apply._own_module", bare("B(A, C)")),

@@ -90,7 +90,7 @@ MUTANTS = [
         Fault("outputs follow the order of axis=, and not that of the batch", "_example_axes", returns("axes")),
     ),
     *File("sharding/maps/_flat_rows.py", ("tests/zero/test_axis_order.py",)).faults(
-        Fault("shards pass between hosts in their own dtype", "_narrow_all", returns("xs")),
+        Fault("shards pass between hosts in their own dtype", "_cast_all_to_gather", returns("xs")),
         Fault(
             "gradients are added over the hosts in the dtype of the update",
             "_local_reduce_scatter_shards",

@@ -85,10 +85,10 @@ MUTANTS = [
         Fault("a cast that was made again is scheduled early", "node_roles", never("A in B.meta")),
     ),
     *File("graph/passes/_recast.py", RECAST).faults(
-        Fault("recast does not repeat the scaling of a gradient", "_from_narrow", never("A.target in B")),
+        Fault("recast does not repeat the scaling of a gradient", "_operations_from_narrow", never("A.target in B")),
         Fault(
             "recast repeats a product of two gradients",
-            "_from_narrow",
+            "_operations_from_narrow",
             (becomes("len(A) != 1", "not A"), bare("(A,)"), becomes("node = A", "node = A[0]")),
         ),
         Fault("recast repeats the cast before its first use", "recast", always("A[B] > A[C]")),

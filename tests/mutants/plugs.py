@@ -159,7 +159,7 @@ MUTANTS = [
         Fault("Adam's weight decay is decoupled", "_base_of", becomes("not group.get(A, B)", "False")),
     ),
     *File("transforms/_accumulate.py", AUTOGRAD).faults(
-        Fault("autograd's loss keeps its graph", "_by_autograd", becomes("loss.detach()", "loss")),
+        Fault("autograd's loss keeps its graph", "_value_and_grad_by_autograd", becomes("loss.detach()", "loss")),
     ),
     *File("nn/_apply.py", ("tests/nn/test_functional.py",)).faults(
         Fault(

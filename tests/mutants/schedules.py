@@ -133,7 +133,7 @@ MUTANTS = [
         Fault("a long schedule is one line", "_COLUMNS", constant(120, 1200), LAWS),
         Fault(
             "in flight counts the micro-batches of each stage",
-            "_in_micro_batches",
+            "_in_flight_texts",
             bare("A / B.rank_of_stage.count(C)"),
         ),
         Fault("numbers are drawn into boxes that are too narrow", "_draw_panel", becomes("A * scale", "1000000000.0")),

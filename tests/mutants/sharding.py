@@ -125,7 +125,7 @@ MUTANTS = [
         Fault("gradients of stage 0 are not summed", "_all_ranks_sum", becomes("A.sum(0, dtype=B(C, A))", "A[0]")),
         Fault(
             "parameters are gathered in the dtype of sums",
-            "_narrow",
+            "_cast_to_gather",
             becomes("A.to(B(C, A))", "A.to(wire_dtype(C, A))"),
             HALF,
         ),

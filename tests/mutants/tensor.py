@@ -28,7 +28,7 @@ MUTANTS = [
             constant("all_gather_invariant", "all_gather"),
             FUNCTIONS,
         ),
-        Fault("a layer's axis may be a data axis", "_bound", never("A in B"), FUNCTIONS),
+        Fault("a layer's axis may be a data axis", "_checked_axes", never("A in B"), FUNCTIONS),
     ),
     *File("parallel/tensor/_functions.py", FUNCTIONS).faults(
         Fault(

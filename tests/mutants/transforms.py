@@ -127,17 +127,17 @@ MUTANTS = [
         Fault("replicated leaves get no gradient", "_groups_of_replicated", constant("replicated", None), LAWS),
         Fault(
             "the replicas of a shard keep different gradients",
-            "_of_shard",
+            "_group_of_shard",
             becomes("A = [B for B in C if D]", "A: list[Axis] = []"),
             AXES,
         ),
         Fault(
             "gradients of experts are averaged over the experts' axis",
-            "_of_shard",
+            "_group_of_shard",
             becomes("A.name not in B(C).D", "A.name not in shard_axes"),
             AXES,
         ),
-        Fault("gradients are rounded before the update", "_of_shard", bare("A.to(B)"), HALF),
+        Fault("gradients are rounded before the update", "_group_of_shard", bare("A.to(B)"), HALF),
     ),
     *File("transforms/_loss_scale.py", LOSS_SCALING).faults(
         Fault(
@@ -164,7 +164,7 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_derivation_steps.py", REMAT).faults(
-        Fault("remat maps values that no vmap batches", "Map.of.one", becomes("A(y)", "True"), REMAT_SHARDED),
+        Fault("remat maps values that no vmap batches", "Map.derive.one", becomes("A(y)", "True"), REMAT_SHARDED),
     ),
     *File("transforms/_indexed_tree.py", REMAT).faults(
         Fault("remat drops the origin", "_indices_of", always("A.B is None"), REMAT_SHARDED),

@@ -38,7 +38,9 @@ MUTANTS = [
             "the best configuration may exceed the budget", "ConfigurationTable.fitting", always("A.B <= self.budget")
         ),
         Fault(
-            "the best configuration is the smallest, not the fastest", "_by_time", becomes("(A.B, A.C)", "(A.C, A.B)")
+            "the best configuration is the smallest, not the fastest",
+            "_sort_by_time",
+            becomes("(A.B, A.C)", "(A.C, A.B)"),
         ),
         Fault(
             "the frontier has rows that are slower and larger than others",
@@ -407,7 +409,7 @@ MUTANTS = [
         Fault("configurations of other settings are compared", "_peers", dropped("A(B) == A(C.D)")),
         Fault("experts may exceed a machine", "_experts", bare("(B.C.ep > D.devices_per_host, A)")),
         Fault("equal seconds count as a reason", "_reason", never("A < B")),
-        Fault("tensor parallelism may exceed a machine", "_within", never("A.B.tp > C.devices_per_host")),
+        Fault("tensor parallelism may exceed a machine", "_tp_sort_key", never("A.B.tp > C.devices_per_host")),
         Fault("the rule of pipelines ignores the number of micro-batches", "_pipeline_fill.order", always("A >= B")),
         Fault("more micro-batches than asked for are better", "_pipeline_fill.order", never("A >= B")),
         Fault("layouts of other accumulation are not compared", "_PARALLEL_FIELDS", dropped("'accumulation'")),

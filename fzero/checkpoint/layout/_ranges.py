@@ -279,14 +279,14 @@ class TreeLayout:
             if not _intersect(chunk, target.chunk):
                 continue
             low, high = (first + target.start, first + target.stop) if chunk == target.chunk else (first, last)
-            for shard in _between(low, high, group.shard_numel):
+            for shard in _intervals_between(low, high, group.shard_numel):
                 start, stop = self.local_span(g, rank_at(part, shard, 0))
                 written = -(-(stop - start) // self.size(shared_axes))  # by each of the ranks that hold the shard
-                for writer in _between(max(low, start) - start, min(high, stop) - start, written):
+                for writer in _intervals_between(max(low, start) - start, min(high, stop) - start, written):
                     yield rank_at(part, shard, writer), chunk
 
 
-def _between(start: int, stop: int, size: int) -> range:
+def _intervals_between(start: int, stop: int, size: int) -> range:
     """List the intervals of length `size` that contain elements from `start` to before `stop`."""
     return range(start // size, -(-stop // size)) if start < stop else range(0)
 

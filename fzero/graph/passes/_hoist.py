@@ -115,12 +115,12 @@ def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -
         for n in [n for n in loop.body.nodes if n in moved]:
             outside[n] = graph.node_copy(n, outside.__getitem__)
         new = graph.call_function(new_loop_function(), (*operands, *[outside[w] for w in units]))
-    new.meta = {**node.meta, "loop": replace(loop, body=_without(loop.body, units))}
+    new.meta = {**node.meta, "loop": replace(loop, body=_body_without_gathers(loop.body, units))}
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
-def _without(body: Graph, units: dict[Node, list[Node]]) -> Graph:
+def _body_without_gathers(body: Graph, units: dict[Node, list[Node]]) -> Graph:
     """Copy a body with gathered units as arguments, after its other arguments."""
     out = Graph()
     copies = dict[Node, Node]()

@@ -32,7 +32,7 @@ def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     index = {n: i for i, n in enumerate(graph.nodes)}
     before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
-        sources = _from_narrow(node)
+        sources = _operations_from_narrow(node)
         if not sources or nbytes(*stand_ins_of(node)) < min_bytes:
             continue
         views, users = views_and_users(node)
@@ -44,7 +44,7 @@ def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     return graph
 
 
-def _from_narrow(node: Node) -> list[Node]:
+def _operations_from_narrow(node: Node) -> list[Node]:
     """Return the operations from a narrow value to this wide one: a cast, and scalings by 0-d values after it.
 
     With a loss scale the norm reads gradients that are divided by the scale.

@@ -324,8 +324,8 @@ class Plan(FigureReport):
     def to_json(self) -> str:
         """Return the plan as JSON: its fields, peak_bytes, peak_at, argument_bytes, flops, live and host_peak_bytes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields["settings"] = _finite(self.settings)
-        fields["rejected"] = [(_finite(settings), peak, time) for settings, peak, time in self.rejected]
+        fields["settings"] = _finite_settings(self.settings)
+        fields["rejected"] = [(_finite_settings(settings), peak, time) for settings, peak, time in self.rejected]
         for name in ("operations", "ranges", "collectives", "transfers", "messages"):
             fields[name] = [x._asdict() for x in fields[name]]
         totals = {name: getattr(self, name) for name in ("peak_bytes", "peak_at", "argument_bytes", "flops", "live")}
@@ -406,5 +406,5 @@ def _collective(
     )
 
 
-def _finite(settings: PlanSettings) -> dict[str, bool | int | float | str | None]:
+def _finite_settings(settings: PlanSettings) -> dict[str, bool | int | float | str | None]:
     return {k: None if v == float("inf") else v for k, v in settings.items()}

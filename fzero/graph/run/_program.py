@@ -145,7 +145,7 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}
     result_registers = [None if x is None else register_of[x] for x in result_values]
     permanent = inputs | {register_of[x] for x in values}
-    return Program(_with_frees(instructions, permanent), len(register_of), result_registers)
+    return Program(_record_frees(instructions, permanent), len(register_of), result_registers)
 
 
 def _single_operation(node: Node, register_of: dict[Node, int]) -> _SingleOperation:
@@ -165,7 +165,7 @@ def _loop_program(loop: Loop) -> LoopProgram:
     return LoopProgram(loop, [make_program(g.graph, g.owned) for g in region_graphs], region_graphs)
 
 
-def _with_frees(
+def _record_frees(
     instructions: Sequence[_SingleOperation | Segment], permanent: set[int]
 ) -> list[_SingleOperation | Segment]:
     """Record on each instruction the registers that are free after it; `permanent` registers never are."""

@@ -144,7 +144,7 @@ def muon(
     matrices = Optimizer(init, update, exact_on_shards=True, elementwise=False)
     if fallback is None:
         return matrices
-    return chain(masked(matrices, lambda p: _mask(p, mask)), masked(fallback, lambda p: _not(_mask(p, mask))))
+    return chain(masked(matrices, lambda p: _mask(p, mask)), masked(fallback, lambda p: _negate_mask(_mask(p, mask))))
 
 
 def _orthogonalize(
@@ -171,7 +171,7 @@ def _mask(params: Params, mask: Mask | None) -> Tree:
     return mask(params) if callable(mask) else mask
 
 
-def _not(mask: Tree) -> Tree:
+def _negate_mask(mask: Tree) -> Tree:
     return tree.map(lambda m: not m, mask)
 
 

@@ -73,7 +73,7 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
 
     def init(params: Params) -> OptState:
         paths, entries, structure = tree.flatten_with_paths(params, is_box)
-        states = _on_plain(opt.init, entries)
+        states = _apply_to_plain(opt.init, entries)
         for unit in sharded_units(paths, entries):
             full_states = [opt.init(p) for p in gather_full_leaves(unit.shard)]
             for position, state in _shard_states(paths, unit, full_states).items():
@@ -90,7 +90,7 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
         def update_leaf(g: torch.Tensor, s: OptState, p: torch.Tensor | None) -> tuple[torch.Tensor, OptState]:
             return opt.update(g, s, params=p)
 
-        results = _on_plain(update_leaf, entries, states, param_entries)
+        results = _apply_to_plain(update_leaf, entries, states, param_entries)
         updates, new = [None if x is None else x[0] for x in results], [None if x is None else x[1] for x in results]
         for unit in sharded_units(paths, entries):
             unit_updates, unit_states = _update_unit(update_leaf, unit, paths, states, param_entries)
@@ -106,7 +106,7 @@ def _exact_on_shards(opt: Optimizer) -> Optimizer:
     return Optimizer(opt.init, opt.update, exact_on_shards=True, elementwise=False)
 
 
-def _on_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
+def _apply_to_plain(f: Callable[..., Any], entries: Sequence[Any], *columns: Sequence[Any]) -> list[Any]:
     """Apply `f` to each plain leaf of a tree's entries, once if it is tied; other entries become None."""
     results: dict[Any, Any] = {}
     out: list[Any] = []

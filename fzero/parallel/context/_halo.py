@@ -133,12 +133,12 @@ def neighbours(
         _check_documents(x, documents, dim)
     parts = halo(x, before, after, axis=axis, dim=dim)
     if documents is None:
-        return [_at(parts, i, before + after, dim) for i in range(before + 1 + after)]
+        return [_concatenate_slices(parts, i, before + after, dim) for i in range(before + 1 + after)]
     numbers = halo(documents, before, after, axis=axis, dim=documents.ndim - 1)
     shifted = []
     for i in range(before + 1 + after):
-        y = _at(parts, i, before + after, dim)
-        same = _at(numbers, i, before + after, documents.ndim - 1) == documents
+        y = _concatenate_slices(parts, i, before + after, dim)
+        same = _concatenate_slices(numbers, i, before + after, documents.ndim - 1) == documents
         broadcast = same.reshape(
             *same.shape[:-1], *[1] * (dim + 1 - same.ndim), x.shape[dim], *[1] * (x.ndim - 1 - dim)
         )
@@ -146,7 +146,7 @@ def neighbours(
     return shifted
 
 
-def _at(parts: list[torch.Tensor], start: int, further: int, dim: int) -> torch.Tensor:
+def _concatenate_slices(parts: list[torch.Tensor], start: int, further: int, dim: int) -> torch.Tensor:
     """Concatenate the slices of parts that begin at an element, each `further` elements shorter than its part."""
     return torch.cat([part.narrow(dim, start, part.shape[dim] - further) for part in parts], dim)
 

@@ -259,12 +259,16 @@ def split(
     sizes = dict(mesh.shape)
     ranks = sizes[axis]
     _check_paths(batch, dims)
-    padded = tree.map_with_path(lambda path, x: _pad_tokens(path, x, _by_path(dims, path), ranks, pad), batch, is_box)
+    padded = tree.map_with_path(
+        lambda path, x: _pad_tokens(path, x, _value_at_path(dims, path), ranks, pad), batch, is_box
+    )
 
     def part(index: int) -> Any:
         rank = _rank_indices(index, axes, sizes, axis)
         rank = rank._replace(sample=0, samples=1) if is_loaded else rank
-        return tree.map_with_path(lambda path, x: _rank_part(x, rank, ranks, _by_path(dims, path)), padded, is_box)
+        return tree.map_with_path(
+            lambda path, x: _rank_part(x, rank, ranks, _value_at_path(dims, path)), padded, is_box
+        )
 
     divided = [] if is_loaded else [sizes[n] for n in others]
     tree.map_with_path(lambda path, x: _check_samples(path, x, divided, mesh), padded, is_box)
@@ -328,7 +332,7 @@ def _rank_part(x: torch.Tensor, rank: _RankIndices, ranks: int, dim: int | None)
     return torch.cat([halves[rank.token], halves[2 * ranks - 1 - rank.token]], dim)
 
 
-def _by_path(values: Any, path: str) -> Any:
+def _value_at_path(values: Any, path: str) -> Any:
     return values.get(path, 1) if isinstance(values, Mapping) else values
 
 

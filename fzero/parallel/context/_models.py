@@ -109,11 +109,11 @@ def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     replace_convolutions(copied, split_convolution(context.name, context.axis))
     for module in copied.modules():
         if "longrope" in rope_types(module):
-            module.forward = _with_longest(module.forward, context.axis)
+            module.forward = _use_longest_of_ranks(module.forward, context.axis)
     copied.forward = _with_positions(copied.forward, context)
 
 
-def _with_longest(run: Callable[..., Any], axis: str) -> Callable[..., Any]:
+def _use_longest_of_ranks(run: Callable[..., Any], axis: str) -> Callable[..., Any]:
     """Let a rotary embedding, which chooses its frequencies by the largest position, see that of all ranks."""
 
     @wraps(run)

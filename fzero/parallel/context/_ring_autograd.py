@@ -56,7 +56,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f, values = partial(_of_values, *ctx.axis, documents), _present(values)
+        f, values = partial(_attend_values, *ctx.axis, documents), _present(values)
         return torch.func.jvp(f, values, _dense(tangents[3:], values))[1], None
 
     @staticmethod
@@ -139,7 +139,9 @@ class _Dropout(NamedTuple):
     key: torch.Tensor
 
 
-def _by_definition(ring: Ring, options: AttentionOptions, qkv: Qkv, dropout: _Dropout | None = None) -> torch.Tensor:
+def _attend_by_definition(
+    ring: Ring, options: AttentionOptions, qkv: Qkv, dropout: _Dropout | None = None
+) -> torch.Tensor:
     """Attend by the definition, to gathered keys and with all weights in memory.
 
     It serves derivatives of higher orders, and dropout, whose mask is that of the weights `[.., h, T, T]` of whole
@@ -173,7 +175,7 @@ def _by_definition(ring: Ring, options: AttentionOptions, qkv: Qkv, dropout: _Dr
     return (weights @ wide_v.repeat_interleave(groups, -3)).to(q.dtype)
 
 
-def _of_values(
+def _attend_values(
     token: torch.Tensor,
     binding: Binding,
     options: AttentionOptions,
@@ -182,7 +184,7 @@ def _of_values(
 ) -> torch.Tensor:
     """Attend by the definition, as a function of q, k, v and sinks, if there are any."""
     qkv = Qkv(*values)._replace(documents=documents)
-    return _by_definition(_ring(token, binding, qkv.q.device), options, qkv)
+    return _attend_by_definition(_ring(token, binding, qkv.q.device), options, qkv)
 
 
 def _grad_of_values(
@@ -194,7 +196,7 @@ def _grad_of_values(
     *values: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v and sinks, if there are any."""
-    return torch.func.vjp(partial(_of_values, token, binding, options, documents), *values)[1](grad)
+    return torch.func.vjp(partial(_attend_values, token, binding, options, documents), *values)[1](grad)
 
 
 def _present(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
@@ -214,7 +216,7 @@ def dropout_attention(
     axis: Axis, options: AttentionOptions, qkv: Qkv, dropout: float, key: torch.Tensor
 ) -> torch.Tensor:
     """Attend as `ring_attention` does, and drop weights by a key."""
-    return _by_definition(_ring(axis.token, axis.binding, qkv.q.device), options, qkv, _Dropout(dropout, key))
+    return _attend_by_definition(_ring(axis.token, axis.binding, qkv.q.device), options, qkv, _Dropout(dropout, key))
 
 
 def ring_attention(axis: Axis, options: AttentionOptions, qkv: Qkv) -> torch.Tensor:

@@ -117,14 +117,14 @@ class _AlongTokens(TorchDispatchMode):
         read = _READS.get(func.overloadpacket)
         x = args[0] if args else None
         if read is not None and isinstance(x, torch.Tensor):
-            bound = _bound(func, args, kwargs or {})
+            bound = _bound_arguments(func, args, kwargs or {})
             if any(-x.ndim <= d < x.ndim and x.shape[d] == self.tokens for d in read(bound, x, out)):
                 name = str(func.overloadpacket).removeprefix("aten.")
                 raise _Found(f"{name} of a tensor {list(x.shape)} along its {self.tokens} tokens, at {user_line()}")
         return out
 
 
-def _bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _bound_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of an operator by name, with defaults."""
     schema = func._schema.arguments
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
@@ -146,27 +146,27 @@ def _dims(name: str = "dim") -> _Reads:
     return read
 
 
-def _shortened(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+def _shortened_dims(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
     """The dimension of a slice, if it leaves elements out."""
     return [args["dim"]] if out.shape != x.shape else []
 
 
-def _padded(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+def _padded_dims(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
     widths = args["pad"] if "pad" in args else args["padding"]  # those of the last dimension come first
     return [d for d in range(x.ndim) if any(widths[2 * (x.ndim - 1 - d) :][:2])]
 
 
-def _spatial(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterator[int]:
+def _kernel_dims(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterator[int]:
     """The dimensions along which a kernel has several elements."""
     weight = args["weight"]
     return (x.ndim - i for i in range(1, x.ndim - 1) if weight.shape[-i] > 1)
 
 
-def _last(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+def _last_dim(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
     return [x.ndim - 1]
 
 
-def _indexed(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
+def _indexed_dims(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
     return [d for d, index in enumerate(args["indices"]) if index is not None]
 
 
@@ -175,8 +175,8 @@ def _beyond_channels(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterabl
 
 
 _READS: dict[Any, _Reads] = {
-    **dict.fromkeys((_aten.constant_pad_nd, _aten.reflection_pad1d, _aten.replication_pad1d), _padded),
-    _aten.slice: _shortened,
+    **dict.fromkeys((_aten.constant_pad_nd, _aten.reflection_pad1d, _aten.replication_pad1d), _padded_dims),
+    _aten.slice: _shortened_dims,
     **dict.fromkeys((_aten.roll, _aten.flip), _dims("dims")),
     **dict.fromkeys((_aten.select, _aten.index_select, _aten.gather), _dims()),
     _aten.unfold: _dims("dimension"),
@@ -188,8 +188,8 @@ _READS: dict[Any, _Reads] = {
         (_aten.std, _aten.logsumexp, _aten.linalg_vector_norm, _aten._softmax, _aten.sort, _aten.topk), _dims()
     ),
     **dict.fromkeys((_aten._fft_r2c, _aten._fft_c2c), _dims()),
-    _aten.convolution: _spatial,
-    **dict.fromkeys((_aten.mm, _aten.bmm), _last),
-    _aten.index: _indexed,
+    _aten.convolution: _kernel_dims,
+    **dict.fromkeys((_aten.mm, _aten.bmm), _last_dim),
+    _aten.index: _indexed_dims,
     **dict.fromkeys((_aten.native_group_norm, _aten.native_batch_norm), _beyond_channels),
 }

@@ -112,7 +112,7 @@ def route(
     probs = torch.softmax(logits, -1) if score == "softmax" else torch.sigmoid(logits)
     scores = probs.detach() if bias is None else probs.detach() + bias.detach()
     if groups is not None:
-        scores = _in_best_groups(scores, *groups)
+        scores = _mask_other_groups(scores, *groups)
     experts = scores.topk(k, -1).indices
     gates = probs.gather(-1, experts)  # topk takes nan as the largest score, so the gate of such a token is nan
     if normalize:
@@ -121,7 +121,7 @@ def route(
     return Routing(torch.where(has_nan, logits.shape[-1], experts), gates * scale, probs, logits)
 
 
-def _in_best_groups(scores: torch.Tensor, n: int, k: int) -> torch.Tensor:
+def _mask_other_groups(scores: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """Set the scores of experts outside the best groups to -inf."""
     group_scores = scores.unflatten(-1, (n, scores.shape[-1] // n))
     best_two = group_scores.topk(min(2, group_scores.shape[-1]), -1).values.sum(-1)

@@ -194,13 +194,13 @@ def micro_batch_of(batch: Any, count: int, index: _Index, in_loop: bool = False)
                 f"must divide by micro_batches={count}; drop or pad the last batch, or change micro_batches"
             )
         if isinstance(index, torch.Tensor):
-            return loop.loop_slice(x, index, 0, size) if in_loop else _at(x, index, count)
+            return loop.loop_slice(x, index, 0, size) if in_loop else _part_at(x, index, count)
         return x.narrow(0, index * size, size)
 
     return tree.map_with_path(part, batch)
 
 
-def _at(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+def _part_at(x: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
     """Return one of `count` equal parts of a tensor. The part's index is a tensor, which may differ by rank."""
     return x.unflatten(0, (count, -1)).index_select(0, index.reshape(1).to(x.device)).squeeze(0)
 

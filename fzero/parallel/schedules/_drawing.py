@@ -19,7 +19,7 @@ _COLUMNS = 120  # characters per line; a longer schedule continues below
 def _title(schedule: "PipelineSchedule") -> str:
     """Return the title of a schedule that can run: its counts, its efficiency if B = 2 F, and the passes in flight."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
-    peaks = ", ".join(_in_micro_batches(schedule))
+    peaks = ", ".join(_in_flight_texts(schedule))
     counts = (
         f"{schedule.ranks} ranks"
         if schedule.ranks == schedule.stages
@@ -29,7 +29,7 @@ def _title(schedule: "PipelineSchedule") -> str:
     return f"{schedule.name}: {'; '.join([*words, f'in flight {peaks}'])}"
 
 
-def _in_micro_batches(schedule: "PipelineSchedule") -> list[str]:
+def _in_flight_texts(schedule: "PipelineSchedule") -> list[str]:
     """Return the most that each rank has in flight, in micro-batches: one is in flight in all stages of the rank."""
     return [f"{schedule.in_flight(r) / schedule.rank_of_stage.count(r):.3g}" for r in range(schedule.ranks)]
 
@@ -134,7 +134,7 @@ def _draw_panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: f
 
 def _draw_frame(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, size: float) -> None:
     """Draw the labels around a panel: ranks, the most in flight on each, and the schedule's numbers."""
-    peaks = _in_micro_batches(schedule)
+    peaks = _in_flight_texts(schedule)
     step = max(1, schedule.ranks // 16)
     ticks = range(0, schedule.ranks, step)
     axes.set_yticks(list(ticks), [f"rank {r}" for r in ticks], fontsize=8)

@@ -50,16 +50,16 @@ def programs(schedule: PipelineSchedule) -> tuple[tuple[Instruction, ...], ...]:
     """
     rows: list[list[Instruction]] = [[] for _ in range(schedule.ranks)]
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in schedule.messages}
-    for rank, action in _in_order(schedule):
+    for rank, action in _actions_by_start(schedule):
         rows[rank].append(Instruction("compute", action))
         value = output_of(action)
         if value is not None and (message := messages.get(value)) is not None:
             rows[rank].append(Instruction("send", message))
             rows[message.receiver].append(Instruction("receive", message))
-    return tuple([tuple(_with_waits(rank, row, rows, schedule)) for rank, row in enumerate(rows)])
+    return tuple([tuple(_insert_waits(rank, row, rows, schedule)) for rank, row in enumerate(rows)])
 
 
-def _in_order(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
+def _actions_by_start(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
     """Return the actions of all ranks, sorted by the time at which they start."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
     position = {action: i for i, (_, action) in enumerate(walk(schedule))}
@@ -68,7 +68,7 @@ def _in_order(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
     return [(rank[action], action) for action in order]
 
 
-def _with_waits(
+def _insert_waits(
     rank: int, row: list[Instruction], rows: list[list[Instruction]], schedule: PipelineSchedule
 ) -> list[Instruction]:
     """Insert waits for a rank's sends where they cost nothing, or at the latest at the end."""

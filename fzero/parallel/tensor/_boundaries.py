@@ -18,10 +18,10 @@ _SEQUENCE = -2  # the dimension of tokens: [.., tokens, width]
 
 def along(name: str, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """Apply a collective that splits or joins a tensor along a dimension, over the axis if it is bound."""
-    return apply_along(name, x, _bound(axis), DimOptions(check_dim(name, x, dim) - x.ndim))
+    return apply_along(name, x, _checked_axes(axis), DimOptions(check_dim(name, x, dim) - x.ndim))
 
 
-def _bound(axis: str) -> list[Axis]:
+def _checked_axes(axis: str) -> list[Axis]:
     """Return the axis if it is bound, after a check that its ranks share one loss.
 
     Raises:
@@ -71,7 +71,7 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     if sequence:
         # The ranks' parts are gathered one after the other. Without this copy, each product would make and keep one.
         return along("all_gather", x, axis, _SEQUENCE).contiguous()
-    return apply_along("pvary", x, _bound(axis), NoOptions())
+    return apply_along("pvary", x, _checked_axes(axis), NoOptions())
 
 
 @call_hints
@@ -101,7 +101,7 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     if sequence:
         _check_length(x, axis, _SEQUENCE)
         return along("psum_scatter", x, axis, _SEQUENCE)
-    return apply_along("psum_invariant", x, _bound(axis), NoOptions())
+    return apply_along("psum_invariant", x, _checked_axes(axis), NoOptions())
 
 
 @call_hints

@@ -131,7 +131,7 @@ def padded_numel(spec: Spec, ranks: int) -> int:
     return -(-spec.numel // k) * k
 
 
-def _of_each_rank(f: Any) -> RankOperation:
+def _operation_by_rank(f: Any) -> RankOperation:
     """Make an operation of `f(spec, rank, ranks, *xs) -> y`, which sends nothing."""
 
     def run(slowest: int, n: int, options: UnitPartOptions, xs: Tensors) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _of_each_rank(f: Any) -> RankOperation:
     return RankOperation("", all_ranks, local)
 
 
-def _of_any_rank(f: Any) -> RankOperation:
+def _operation_alike_on_ranks(f: Any) -> RankOperation:
     """Make an operation of `f(options, ranks, *xs [..]) -> y [..]`, which sends nothing and does not depend on rank."""
     return RankOperation(
         "",
@@ -156,7 +156,7 @@ def _of_any_rank(f: Any) -> RankOperation:
     )
 
 
-def _of_copies(f: Any) -> RankOperation:
+def _operation_on_copies(f: Any) -> RankOperation:
     """Make an operation of `f(options, ranks, *xs) -> y` on values that are equal on all ranks; it sends nothing."""
     return RankOperation(
         "",
@@ -277,15 +277,15 @@ _ADD_SUMS = RankOperation("all_to_all", _all_ranks_add_sums, _local_add_sums)
 # rows without a transpose: no derivative flows through codes
 add_rows(
     LinearMap("largest", _LARGEST, "", output=COPIES, unit=_unit),
-    LinearMap("own_magnitudes", _of_each_rank(_own_magnitudes), ""),
-    LinearMap("own_payload", _of_each_rank(_own_payload), ""),
-    LinearMap("decoded_unit", _of_copies(_decoded_unit), "", output=COPIES),
-    LinearMap("unit_magnitudes", _of_any_rank(_unit_magnitudes), ""),
-    LinearMap("unit_payload", _of_any_rank(_unit_payload), ""),
+    LinearMap("own_magnitudes", _operation_by_rank(_own_magnitudes), ""),
+    LinearMap("own_payload", _operation_by_rank(_own_payload), ""),
+    LinearMap("decoded_unit", _operation_on_copies(_decoded_unit), "", output=COPIES),
+    LinearMap("unit_magnitudes", _operation_alike_on_ranks(_unit_magnitudes), ""),
+    LinearMap("unit_payload", _operation_alike_on_ranks(_unit_payload), ""),
     LinearMap("sum_of_payloads", _SUM, "", unit=_unit),
-    LinearMap("part_bytes", _of_any_rank(_bytes_of_parts), ""),
+    LinearMap("part_bytes", _operation_alike_on_ranks(_bytes_of_parts), ""),
     LinearMap("sum_of_sums", _ADD_SUMS, "", unit=_unit),
-    LinearMap("own_sum", _of_each_rank(_own_sum), ""),
-    LinearMap("sum_bytes", _of_any_rank(_sum_bytes), ""),
-    LinearMap("unit_sum", _of_copies(_unit_sum), "", output=COPIES),
+    LinearMap("own_sum", _operation_by_rank(_own_sum), ""),
+    LinearMap("sum_bytes", _operation_alike_on_ranks(_sum_bytes), ""),
+    LinearMap("unit_sum", _operation_on_copies(_unit_sum), "", output=COPIES),
 )

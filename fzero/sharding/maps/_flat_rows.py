@@ -45,19 +45,19 @@ def _summed_dtype(options: UnitOptions, x: torch.Tensor) -> torch.dtype:
     return wire_dtype(_spec(options), x)
 
 
-def _narrow(spec: Spec, x: torch.Tensor) -> torch.Tensor:
+def _cast_to_gather(spec: Spec, x: torch.Tensor) -> torch.Tensor:
     """Cast a shard to the dtype in which it is gathered. The row casts, so that the gradient can have another dtype."""
     return x.to(gathered_dtype(spec, x))
 
 
 def _all_ranks_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    return view_leaves(spec, rearrange(_narrow(spec, xs[0]), "n ... k -> ... (n k)"))
+    return view_leaves(spec, rearrange(_cast_to_gather(spec, xs[0]), "n ... k -> ... (n k)"))
 
 
 def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     spec = _spec(options)
-    return view_leaves(spec, group_all_gather(_narrow(spec, xs[0]), binding, -1))
+    return view_leaves(spec, group_all_gather(_cast_to_gather(spec, xs[0]), binding, -1))
 
 
 def _all_ranks_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
@@ -73,8 +73,8 @@ def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -
     return [to_gradient_dtype(spec, summed)]
 
 
-def _narrow_all(options: UnitOptions, xs: Tensors) -> Tensors:
-    return [_narrow(_spec(options), x) for x in xs]
+def _cast_all_to_gather(options: UnitOptions, xs: Tensors) -> Tensors:
+    return [_cast_to_gather(_spec(options), x) for x in xs]
 
 
 def _all_ranks_reduce_scatter_shards(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
@@ -156,8 +156,8 @@ UNIT_ROWS = (
     LinearMap(
         "gather_shards",
         ALL_GATHER._replace(
-            all_ranks=lambda n, options, xs: ALL_GATHER.all_ranks(n, options, _narrow_all(options, xs)),
-            local=lambda binding, options, xs: ALL_GATHER.local(binding, options, _narrow_all(options, xs)),
+            all_ranks=lambda n, options, xs: ALL_GATHER.all_ranks(n, options, _cast_all_to_gather(options, xs)),
+            local=lambda binding, options, xs: ALL_GATHER.local(binding, options, _cast_all_to_gather(options, xs)),
         ),
         "reduce_scatter_shards",
         output=COPIES,

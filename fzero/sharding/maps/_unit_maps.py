@@ -107,10 +107,10 @@ class _AsIfBy(torch.autograd.Function):
 
 
 def _axes(ctx: Any) -> list[Axis]:
-    return _bound(ctx.bindings, ctx.tokens)
+    return _bound_axes(ctx.bindings, ctx.tokens)
 
 
-def _bound(bindings: Sequence[Binding], tokens: Tensors) -> list[Axis]:
+def _bound_axes(bindings: Sequence[Binding], tokens: Tensors) -> list[Axis]:
     return [Axis.of(binding, token) for binding, token in zip(bindings, tokens, strict=True)]
 
 
@@ -128,7 +128,7 @@ def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], *tensors: t
 def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.Tensor) -> Any:
     """Gather a shard by the spec's codecs; `tensors` are the axes' tokens and the shard."""
     tokens, shard = tensors[:-1], tensors[-1]
-    axes = _bound(bindings, tokens)
+    axes = _bound_axes(bindings, tokens)
     if spec_of(spec_id).gather_key is None:
         leaves = _apply_rows("gather", axes, spec_id, [shard.detach()])
     else:
@@ -140,7 +140,7 @@ def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.T
 def _coded_sum(name: str, spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.Tensor) -> Any:
     """Sum a unit's gradients by the spec's codec; `tensors` are the axes' tokens and the gradients."""
     tokens, xs = tensors[: len(bindings)], tensors[len(bindings) :]
-    axes, spec = _bound(bindings, tokens), spec_of(spec_id)
+    axes, spec = _bound_axes(bindings, tokens), spec_of(spec_id)
     if name == "all_reduce_shard":  # of a unit that is split and not sharded: the leaves lie in one flat tensor
         values = [flatten_unit(spec, coded_all_reduce(spec_id, axes, view_leaves(spec, xs[0])))]
     else:

@@ -206,7 +206,7 @@ def _attention(
         q, k = _norm(shape, norms["q"], q), _norm(shape, norms["k"], k)
     if tables is not None:
         q, k = _rotate(q, tables), _rotate(k, tables)
-    attend = _explicit if options.explicit else context.attention
+    attend = _explicit_attention if options.explicit else context.attention
     return _row_linear(
         options, p["o"], attend(q, k, v, causal=shape.task == "causal").transpose(1, 2).reshape(n, t, -1)
     )
@@ -230,7 +230,7 @@ def _rotate(x: torch.Tensor, tables: _Rotary) -> torch.Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
-def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+def _explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if causal:
