@@ -77,12 +77,17 @@ class Run(NamedTuple):
     state_bytes: float
 
 
-def train(way: Way) -> Run:
-    """Train the example GPT."""
+def example_batches() -> Any:
+    """Return the batches of the example: windows of the standard library's source."""
     mesh = fzero.mesh(dp=1)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-    batches = data.batches(text.long().unfold(0, CONFIG["context"] + 1, CONFIG["context"]), mesh, global_batch=BATCH)
+    return data.batches(text.long().unfold(0, CONFIG["context"] + 1, CONFIG["context"]), mesh, global_batch=BATCH)
+
+
+def train(way: Way) -> Run:
+    """Train the example GPT."""
+    mesh, batches = fzero.mesh(dp=1), example_batches()
     rate = optim.warmup_cosine(1.5e-3, warmup_steps=STEPS // 10, total_steps=STEPS)
     opt = optim.chain(optim.clip_by_global_norm(1.0), way.optimizer(rate))
 

@@ -107,18 +107,18 @@ MUTANTS = [
         Fault(
             "an unused input of a block has a gradient", "_MaskGradient.backward", bare("torch.where(condition, A, B)")
         ),
-        Fault("a block that runs in a bubble has a gradient", "_run_stages", bare("is_active & A")),
+        Fault("a block that runs in a bubble has a gradient", "_run_chunk", bare("is_active & A")),
         Fault("the loss is summed over all pipeline stages", "run_ticks", becomes("torch.where(is_last, a, A)", "a")),
         Fault(
             "the weights of the loss are summed over all pipeline stages",
             "run_ticks",
             becomes("torch.where(is_last, w, A)", "w"),
         ),
-        Fault("a block in a bubble reads a received value", "_run_stages", bare("(B[C] <= 0) | A | (D >= E)")),
-        Fault("an idle slot runs a block", "_run_stages", becomes("A[B] < 0", "A[B] < -1")),
-        Fault("the ticks do not check what a block returns", "_run_stages", skipped("A('block', B, C)"), ERRORS),
+        Fault("a block in a bubble reads a received value", "_run_stages", bare("in_bubble | A")),
+        Fault("an idle slot runs a block", "_run_chunk", becomes("number < 0", "number < -1")),
+        Fault("the ticks do not check what a block returns", "_run_chunk", skipped("A('block', B, C)"), ERRORS),
         Fault("the last tick is left out", "_run_stages", becomes("range(A + B)", "range(A + B - 1)")),
-        Fault("a block gets the next block's number", "_run_stages", becomes("A.clamp(min=0)", "A.clamp(min=1)")),
+        Fault("a block gets the next block's number", "_run_chunk", becomes("A.clamp(min=0)", "A.clamp(min=1)")),
     ),
     *File("parallel/pipeline/_model_checks.py", ERRORS).faults(
         Fault("a tie between blocks is not refused", "check_untied", never("block != A")),

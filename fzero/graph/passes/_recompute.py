@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -52,43 +53,55 @@ def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
         He, Yu: Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023.
     """
     graph = copy_graph(graph)
-    index = {n: i for i, n in enumerate(graph.nodes)}
-    bytes_before = [0, *itertools.accumulate(_output_bytes(n) for n in graph.nodes)]
-    work = feeding_work(graph)
+    order = _Order(
+        index={n: i for i, n in enumerate(graph.nodes)},
+        bytes_before=[0, *itertools.accumulate(_output_bytes(n) for n in graph.nodes)],
+        feeding=feeding_work(graph),
+    )
     # in reverse, so that the operands of a recomputed value see their new later use
-    for node in reversed(list(graph.nodes)):
-        for result in _results(node) if _repeats(node) else ():
-            views, users = views_and_users(result)
-            for cluster in _late_uses(result, users, min_bytes, index, bytes_before):
-                at = index[cluster[0]]
-                if cluster[0] in work and all(_is_live(x, at, index, _DEPTH) for x in node.all_input_nodes):
-                    sources = [node] if result is node else [node, result]
-                    for n in duplicate(graph, sources, views, cluster, index):
-                        index[n] = at
+    for node in reversed([n for n in graph.nodes if _repeats(n)]):
+        for result in _results(node):
+            if nbytes(*stand_ins_of(result)) >= min_bytes:
+                _recompute_late_uses(graph, node, result, order)
     graph.eliminate_dead_code()
     return graph
 
 
-def _late_uses(
-    value: Node, users: Sequence[Node], min_bytes: int, index: Mapping[Node, int], bytes_before: Sequence[int]
-) -> list[list[Node]]:
-    """List the uses of a value that lie apart from the first ones, and from each other.
+class _Order(NamedTuple):
+    """The order of a graph's nodes.
 
-    Args:
-        value: the value.
-        users: the nodes that use it.
-        min_bytes: a smaller value, or a result of the graph, has no late uses.
-        index: the position of each node.
+    Attributes:
+        index: the position of each node; a copy has that of its first use.
         bytes_before: for each position, the bytes that the nodes before it compute.
+        feeding: the nodes that matrix products depend on, and these products.
     """
-    size = nbytes(*stand_ins_of(value))
-    if size < min_bytes or any(u.op == "output" for u in users):
+
+    index: dict[Node, int]
+    bytes_before: Sequence[int]
+    feeding: set[Node]
+
+
+def _recompute_late_uses(graph: Graph, node: Node, result: Node, order: _Order) -> None:
+    """Compute a node again before each late use of one of its results, where its operands are live."""
+    views, users = views_and_users(result)
+    sources = [node] if result is node else [node, result]
+    for cluster in _late_uses(result, users, order):
+        at = order.index[cluster[0]]
+        if cluster[0] in order.feeding and all(_is_live(x, at, order.index, _DEPTH) for x in node.all_input_nodes):
+            copies = duplicate(graph, sources, views, cluster, order.index)
+            order.index.update(dict.fromkeys(copies, at))
+
+
+def _late_uses(value: Node, users: Sequence[Node], order: _Order) -> list[list[Node]]:
+    """List the uses of a value that lie apart from the first ones, and from each other; none of a graph's result."""
+    if any(u.op == "output" for u in users):
         return []
+    size = nbytes(*stand_ins_of(value))
 
     def apart(a: Node, b: Node) -> bool:
-        return bytes_before[index[b]] - bytes_before[index[a] + 1] > _APART * size
+        return order.bytes_before[order.index[b]] - order.bytes_before[order.index[a] + 1] > _APART * size
 
-    return clusters(sorted(users, key=index.__getitem__), apart)[1:]
+    return clusters(sorted(users, key=order.index.__getitem__), apart)[1:]
 
 
 def _output_bytes(node: Node) -> int:

@@ -1,6 +1,6 @@
 """Moments in fewer bytes: the policy, the state of an 8-bit moment, and elementwise updates of such moments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -203,32 +203,42 @@ def map_moments(
     entries, structure = tree.flatten(grads, is_box)
     parts = [part for moment in moments for part in moment]
     columns = [tree.leaves_up_to(grads, other, is_box) for other in (*parts, *rest)]
-    tables: dict[torch.device, list[DynamicCode]] = {}
-    rows: list[list[Any]] = []  # for each entry its update, and the bytes and the scales of each moment
+    # for each entry its update, and the bytes and the scales of each moment; a slot has them of its unit
+    rows = [[None if row[0] is None else x for x in row] for row in zip(entries, *columns[: len(parts)], strict=True)]
+    tables = _tables_by_device(entries, signed)
     leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
     units: list[MomentUnit] = []
     for position, (g, *others) in enumerate(zip(entries, *columns, strict=True)):
-        rows.append([None if g is None else x for x in (g, *others[: len(parts)])])  # of a slot
         if not isinstance(g, torch.Tensor | Shard):
             continue
-        if g.device not in tables:
-            tables[g.device] = [dynamic_code(sign, g.device) for sign in signed]
         halves = zip(others[: len(parts) : 2], others[1 : len(parts) : 2], tables[g.device], strict=True)
-        stored = [StoredMoments(*half) for half in halves]
+        stored, own_rest = [StoredMoments(*half) for half in halves], others[len(parts) :]
         if isinstance(g, Shard):
-            units.append(moment_unit(position, g, stored, others[len(parts) :]))
+            units.append(moment_unit(position, g, stored, own_rest))
             continue
         key = tuple([tree.identity(x) for x in (g, *others)])
         if key not in leaves:
-            leaves[key] = _update_leaf(f, g, stored, others[len(parts) :])
+            leaves[key] = _update_leaf(f, g, stored, own_rest)
         rows[position] = leaves[key]
+    for position, row in _update_units(f, units):
+        rows[position] = row
+    updates, *new = [tree.unflatten(structure, [row[i] for row in rows]) for i in range(1 + len(parts))]
+    return updates, [EightBit(*pair) for pair in zip(new[::2], new[1::2], strict=True)]
+
+
+def _tables_by_device(entries: Sequence[Any], signed: Sequence[bool]) -> dict[torch.device, list[DynamicCode]]:
+    """Return the tables of each moment's code on the devices of gradients: one each, as a trace makes its own."""
+    devices = dict.fromkeys([g.device for g in entries if isinstance(g, torch.Tensor | Shard)])
+    return {device: [dynamic_code(sign, device) for sign in signed] for device in devices}
+
+
+def _update_units(f: Any, units: Sequence[MomentUnit]) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the position of each unit, its update, and the new bytes and scales of each moment."""
     new_units = [update_unit(f, *pair) for pair in zip(units, maxima_at_borders(f, units), strict=True)]
     # The scales are sent last: passes of a jitted step that join these collectives would else put all bytes after them.
     for unit, ((u, *codes), maxima) in zip(units, new_units, strict=True):
         pairs = zip(codes, unit.blocks.scatter(maxima), strict=True)
-        rows[unit.position] = [u, *[x for pair in pairs for x in pair]]
-    updates, *new = [tree.unflatten(structure, [row[i] for row in rows]) for i in range(1 + len(parts))]
-    return updates, [EightBit(*pair) for pair in zip(new[::2], new[1::2], strict=True)]
+        yield unit.position, [u, *[x for pair in pairs for x in pair]]
 
 
 def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[StoredMoments], rest: Sequence[Any]) -> list[Any]:

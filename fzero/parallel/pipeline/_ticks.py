@@ -6,7 +6,7 @@ In the backward pass the transposes of the shifts send gradients back. It costs 
 of all micro-batches. Bubbles are computed too, and their results dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,38 +57,60 @@ def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
 
 def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
     """Run all micro-batches through all stages, and yield each with the last block's output, valid on its rank."""
-    model, schedule, placement, axis = stages.model, stages.schedule, stages.placement, stages.axis.name
-    call_of = stages.call_of
+    schedule, placement, axis = stages.schedule, stages.placement, stages.axis.name
     count, last = schedule.micro_batches, schedule.stages - 1
-    columns = [[-1 if s is None else s for s in column] for column in zip(*placement.stage, strict=True)]
     rank = _index_beside(axis, (blocks, rest))
-    own_stages = [_own_entry(column, rank) for column in columns]  # by chunk
-    block_columns = [[-1 if b is None else b for b in column] for column in zip(*placement.blocks, strict=True)]
-    own_blocks = [_own_entry(column, rank) for column in block_columns]  # by slot, the block's number
-    inputs: list[Any] = [None] * len(columns)
+    own_stages = [_own_entry(column, rank) for column in _columns(placement.stage)]  # by chunk
+    own_blocks = [_own_entry(column, rank) for column in _columns(placement.blocks)]  # by slot, the block's number
+    inputs: list[Any] = [None] * len(own_stages)
     for t in range(count + last):
-        first_call = call_of(min(t, count - 1))
-        first_x = first_call.run(model.run_first, rest, first_call)  # on any rank
+        first_call = stages.call_of(min(t, count - 1))
+        first_x = first_call.run(stages.model.run_first, rest, first_call)  # on any rank
         check_output("first", first_x, first_x)
         outputs = []
-        for k, block_slots in enumerate(placement.chunks):
-            m = t - own_stages[k]
-            call = call_of(m.clamp(0, count - 1))
-            is_active = (own_stages[k] >= 0) & (m >= 0) & (m < count)
+        for slots, own_stage, x in zip(placement.chunks, own_stages, inputs, strict=True):
+            m = t - own_stage
+            in_bubble = (own_stage < 0) | (m < 0) | (m >= count)
             # in a bubble a stage runs on the first stage's input
-            use_first = (own_stages[k] <= 0) | (m < 0) | (m >= count)
-            x = first_x if inputs[k] is None else _where(use_first, first_x, inputs[k])
-            for block_slot in block_slots:
-                is_used = is_active & (own_blocks[block_slot] >= 0)
-                p, block_x = _mask_gradients(is_used, blocks[block_slot]), _mask_gradients(is_used, x)
-                y = call.run(model.run_block, p, block_x, own_blocks[block_slot].clamp(min=0), call, True)
-                check_output("block", x, y)
-                x = _where(own_blocks[block_slot] < 0, x, y)
-            outputs.append(x)
+            x = first_x if x is None else _where(in_bubble | (own_stage == 0), first_x, x)
+            call, numbers = stages.call_of(m.clamp(0, count - 1)), [own_blocks[slot] for slot in slots]
+            outputs.append(_run_chunk(stages, call, [blocks[slot] for slot in slots], numbers, x, ~in_bubble))
         if t >= last:
-            yield call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
+            yield stages.call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
         if t < count + last - 1:
             inputs = _shift(outputs, schedule, placement, axis)
+
+
+def _run_chunk(
+    stages: Stages,
+    call: MicroBatchCall,
+    blocks: Sequence[Any],
+    numbers: Sequence[torch.Tensor],
+    x: Any,
+    is_active: torch.Tensor,
+) -> Any:
+    """Run the blocks of a chunk on a micro-batch; gradients pass where the chunk is active.
+
+    Args:
+        stages: the stages.
+        call: the micro-batch.
+        blocks: the parameters of each slot of the chunk.
+        numbers: the number of each slot's block; -1 for a slot without a block, which returns its input.
+        x: the input.
+        is_active: whether this rank's stage has work now; a 0-d bool.
+    """
+    for block, number in zip(blocks, numbers, strict=True):
+        is_used = is_active & (number >= 0)
+        p, block_x = _mask_gradients(is_used, block), _mask_gradients(is_used, x)
+        y = call.run(stages.model.run_block, p, block_x, number.clamp(min=0), call, True)
+        check_output("block", x, y)
+        x = _where(number < 0, x, y)
+    return x
+
+
+def _columns(rows: Sequence[Sequence[int | None]]) -> list[list[int]]:
+    """Transpose rows; -1 stands for None."""
+    return [[-1 if x is None else x for x in column] for column in zip(*rows, strict=True)]
 
 
 def _index_beside(axis: str, values: Any) -> torch.Tensor:
