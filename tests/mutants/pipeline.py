@@ -114,7 +114,7 @@ MUTANTS = [
             "run_ticks",
             becomes("torch.where(is_last, w, A)", "w"),
         ),
-        Fault("a block in a bubble reads a received value", "_run_stages", bare("in_bubble | A")),
+        Fault("the first stage reads a received value", "_run_stages", becomes("in_bubble | A", "in_bubble")),
         Fault("an idle slot runs a block", "_run_chunk", becomes("number < 0", "number < -1")),
         Fault("the ticks do not check what a block returns", "_run_chunk", skipped("A('block', B, C)"), ERRORS),
         Fault("the last tick is left out", "_run_stages", becomes("range(A + B)", "range(A + B - 1)")),
