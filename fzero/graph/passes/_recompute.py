@@ -53,7 +53,7 @@ def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
         He, Yu: Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023.
     """
     graph = copy_graph(graph)
-    order = _Order(
+    order = _NodeOrder(
         index={n: i for i, n in enumerate(graph.nodes)},
         bytes_before=[0, *itertools.accumulate(_output_bytes(n) for n in graph.nodes)],
         feeding=feeding_work(graph),
@@ -67,7 +67,7 @@ def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     return graph
 
 
-class _Order(NamedTuple):
+class _NodeOrder(NamedTuple):
     """The order of a graph's nodes.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Order(NamedTuple):
     feeding: set[Node]
 
 
-def _recompute_late_uses(graph: Graph, node: Node, result: Node, order: _Order) -> None:
+def _recompute_late_uses(graph: Graph, node: Node, result: Node, order: _NodeOrder) -> None:
     """Compute a node again before each late use of one of its results, where its operands are live."""
     views, users = views_and_users(result)
     sources = [node] if result is node else [node, result]
@@ -92,7 +92,7 @@ def _recompute_late_uses(graph: Graph, node: Node, result: Node, order: _Order) 
             order.index.update(dict.fromkeys(copies, at))
 
 
-def _late_uses(value: Node, users: Sequence[Node], order: _Order) -> list[list[Node]]:
+def _late_uses(value: Node, users: Sequence[Node], order: _NodeOrder) -> list[list[Node]]:
     """List the uses of a value that lie apart from the first ones, and from each other; none of a graph's result."""
     if any(u.op == "output" for u in users):
         return []
