@@ -199,7 +199,7 @@ def test_meta_tensors_cannot_be_saved(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 10**15, True, 1.0])
 def test_a_step_number_outside_its_range_is_refused(step, tmp_path):
-    with pytest.raises(ValueError, match=r"expected the number of the step, an int from 0 to 999,999,999,999,999$"):
+    with pytest.raises(ValueError, match=r"expected the number of the step, .*an int from 0 to 999,999,999,999,999$"):
         fzero.checkpoint.checkpoints(tmp_path).save(step, {"a": torch.zeros(2)})
 
 
