@@ -117,7 +117,7 @@ def seconds_of_update(opt: optim.Optimizer, backend: str) -> Callable[[], float]
 
     generator = torch.Generator().manual_seed(0)
     params, grads = [{"w": torch.randn(4096, ELEMENTS // 4096, generator=generator)} for _ in range(2)]
-    jitted, state = fzero.jit(update, backend=backend), [params, opt.init(params)]  # pyright: ignore[reportArgumentType]
+    jitted, state = fzero.jit(update, backend=backend, donate=(0, 1)), [params, opt.init(params)]  # pyright: ignore[reportArgumentType]
 
     def run() -> float:
         start = time.perf_counter()

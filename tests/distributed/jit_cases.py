@@ -30,7 +30,7 @@ from tests.tiny_gpt import gpt_loss, gpt_params
 CASES: Cases = {}
 SLOW: Cases = {}  # of them; only make test-all runs these
 case, slow_case = into(CASES), into(CASES, SLOW)
-AUTO = "fzero.graph.run._backends"
+AUTO = "fzero.graph.run._auto_backend"
 OPT = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2, eps=1e-3))
 
 HALF = fzero.Precision(param=torch.bfloat16)
