@@ -376,7 +376,8 @@ _MOST_KEYS = 6  # of an argument, in a note
 def _key_notes(error: Exception, args: Sequence[Any], param_argnums: Sequence[int]) -> list[str]:
     """List notes on an error if a key, or an attribute of a dict, was not found: what the arguments have.
 
-    A key that is near one of an argument gets a note on this argument alone.
+    A key that is near one of an argument gets a note on this argument alone. An argument that has the key is not the
+    dict that lacked it, so it gets none.
 
     Args:
         error: the error.
@@ -384,14 +385,17 @@ def _key_notes(error: Exception, args: Sequence[Any], param_argnums: Sequence[in
         param_argnums: the positions of the parameters.
     """
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    owner: dict[Any, Any] = {}
     if isinstance(error, AttributeError) and type(error.obj) is dict:
-        key = error.name
+        key, owner = error.name, error.obj
     if not isinstance(key, str):
         return []
     notes: list[str] = []
     for i, x in enumerate(args):
         values = x.value if isinstance(x, PerRank) else x
         if not isinstance(values, Mapping) or not (i in param_argnums or isinstance(x, PerRank)):
+            continue
+        if key in values and key not in owner:
             continue
         label = f"Argument {i} (parameters)" if i in param_argnums else f"Argument {i} (batch)"
         if near := _key_hint(key, values):
@@ -403,18 +407,34 @@ def _key_notes(error: Exception, args: Sequence[Any], param_argnums: Sequence[in
 
 
 def _key_hint(key: str, values: Mapping[str, Any]) -> str:
-    """Say what a dict has in place of a key: the same path in nested dicts, a flat name, or a near one; "" if none."""
+    """Say what a dict has in place of a key: a path in nested dicts, a flat name, or a near one; "" if none."""
     if key in values:  # the error is of an attribute
         return f"is a dict: read [{key!r}]"
     paths = tree.flatten_with_paths(values, is_box)[0]
     if key in paths:
-        return f"is nested: read {''.join([f'[{part!r}]' for part in key.split('.')])}, and not [{key!r}]"
+        return f"is nested: read {_subscripts(values, key.split('.')) or 'it by its parts'}, and not [{key!r}]"
     flat = [name for name in values if isinstance(name, str) and name.startswith(f"{key}.")]
     if flat:
         return f"is a flat dict: read [{flat[0]!r}]"
+    inner = [parts[: parts.index(key) + 1] for path in paths if key in (parts := path.split("."))]
+    if inner and (subscripts := _subscripts(values, inner[0])):
+        return f"has {key!r} further down: read {subscripts}"
     names = dict.fromkeys([*values, *[part for path in paths for part in path.split(".")]])
-    hint = did_you_mean(key, names, "{!r}")
+    hint = did_you_mean(key, [name for name in names if name != key], "{!r}")  # a part of a flat name is no key
     return f"has no key {key!r}{hint}" if hint else ""
+
+
+def _subscripts(values: Any, parts: Sequence[str]) -> str:
+    """Write the subscripts that read a part of a tree, numbers for items of lists; "" if they read none."""
+    shown = ""
+    for part in parts:
+        key: Any = int(part) if isinstance(values, list | tuple) and part.isdigit() else part
+        try:
+            values = values[key]
+        except (KeyError, IndexError, TypeError):  # a key with a dot, or the field of a named tuple
+            return ""
+        shown += f"[{key!r}]"
+    return shown
 
 
 _DTYPES = {

@@ -206,6 +206,22 @@ KEYS: dict[str, tuple[Any, str]] = {
         lambda: train(lambda params, x: (x @ params["lin"]["weight"].T).mean(), {"lin.weight": torch.ones(2, 3)}),
         "Argument 0 (parameters) is a flat dict: read ['lin.weight']",
     ),
+    "a flat name of parameters in a list": (
+        lambda: train(lambda params, x: (x @ params["blocks.0.w"].T).mean(), {"blocks": [{"w": torch.ones(2, 3)}]}),
+        "Argument 0 (parameters) is nested: read ['blocks'][0]['w'], and not ['blocks.0.w']",
+    ),
+    "a key that lies further down": (
+        lambda: train(lambda params, x: (x @ params["w"].T).mean(), {"blocks": [{"w": torch.ones(2, 3)}]}),
+        "Argument 0 (parameters) has 'w' further down: read ['blocks'][0]['w']",
+    ),
+    "the end of a flat name": (
+        lambda: train(lambda params, x: (x @ params["weight"].T).mean(), {"lin.weight": torch.ones(2, 3)}),
+        "Argument 0 (parameters) has no key 'weight'; did you mean 'lin.weight'?",
+    ),
+    "a key of the parameters, read from the batch": (
+        lambda: train(lambda params, x: x["weight"].mean(), PLAIN.params, {"inputs": X}),
+        "Argument 2 (batch) has the keys 'inputs'",
+    ),
     "a misspelt parameter": (
         lambda: train(lambda params, x: params["wieght"].mean(), PLAIN.params),
         "Argument 0 (parameters) has no key 'wieght'; did you mean 'weight'?",
@@ -235,6 +251,14 @@ def test_a_key_that_is_not_there_is_answered_with_the_keys_of_the_arguments(case
     with pytest.raises((KeyError, AttributeError)) as caught:
         action()
     assert note in caught.value.__notes__
+
+
+@pytest.mark.parametrize("read", [lambda own: own["weight"], lambda own: own.weight])
+def test_a_key_that_the_arguments_have_is_missing_in_a_dict_of_the_user(read):
+    """So the arguments' own key is no remedy."""
+    with pytest.raises((KeyError, AttributeError)) as caught:
+        train(lambda params, x: params["weight"].mean() * read({"scale": 1.0}), PLAIN.params)
+    assert not [note for note in caught.value.__notes__ if "(parameters)" in note]
 
 
 def test_an_error_without_a_key_gets_no_note_on_keys():

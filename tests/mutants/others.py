@@ -46,6 +46,7 @@ MUTANTS = [
     *File("zero/_call_checks.py", ("tests/errors/test_places.py",)).faults(
         Fault("nested keys are not told from flat ones", "_key_hint", never("A in paths")),
         Fault("a key that is there passes for a near one", "_key_hint", never("A in values")),
+        Fault("a dict of the user passes for an argument", "_key_notes", never("A in values and A not in owner")),
     ),
     *File("optim/_adam.py", ("tests/errors/test_places.py",)).faults(
         Fault("adamw's mask is first checked in an update", "adamw.init", skipped("check_mask_fits(A, B)")),
