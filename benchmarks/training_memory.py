@@ -4,9 +4,9 @@ python benchmarks/training_memory.py [--write]
 
 Stages 0 to 3, 1 and 4 micro-batches. Adam with float32 masters, gradients summed in bfloat16: ZeRO's 16 bytes. The rank
 is this process in a world of 8 of which the others do not exist (benchmarks/one_rank.py), on the backend "fx"; the
-counting allocator (benchmarks/allocator.py) measures a step. The formula is the design's: the step's arguments, the
-gradients that the update is given, and at stage 1 with several micro-batches their whole accumulator. `--write` keeps
-the tables in training_memory.md; three minutes.
+counting allocator (benchmarks/allocator.py) measures a step. The formula is that of docs/training.md: the step's
+arguments, the gradients that the update is given, and at stage 1 with several micro-batches their whole accumulator.
+`--write` keeps the tables in training_memory.md; three minutes.
 """
 
 import itertools

@@ -37,6 +37,7 @@ _WORDS = {
     "reduce_dtype": ("reduce",),
     "batch_size": ("global_batch",),
     "collate_fn": ("collate",),
+    "device_mesh": ("mesh",),
     "donate_argnums": ("donate",),
     "gradient_accumulation_steps": ("micro_batches",),
     "decay_steps": ("total_steps",),
@@ -51,6 +52,7 @@ _WORDS = {
     "num_micro_batches": ("micro_batches",),
     "policy": ("save", "precision"),
     "reduction": ("reduce",),
+    "world": ("world_size",),
     "zero_stage": ("stage",),
 }
 _OPTIMIZER = "the optimizer's: fzero.optim.offload(opt, ratio)"
@@ -127,6 +129,8 @@ _ELSEWHERE = {  # arguments of other libraries that another function of fzero re
     "reshard_after_forward": "the stage's: 3 gathers a unit again for its backward pass, and 2 keeps full parameters",
     "shard_fn": "split=, over= and units=",
     "static_argnames": "not needed: arguments that are no tensors are constants of a trace",
+    "use_reentrant": "not needed: blocks run again under torch.func, which has no tape",
+    "preserve_rng_state": "not needed: a block's draws depend on a key, as fzero.random.seeded gives them",
     "weights_only": "not needed: a checkpoint of fzero holds no pickles",
     "static_argnums": "not needed: arguments that are no tensors are constants of a trace",
 }

@@ -55,7 +55,7 @@ def assert_trees_close(actual: Tree, expected: Tree, rtol: float | None = None, 
     except ValueError as error:
         raise AssertionError(f"{what}: {error}") from error
     for path, y, x in zip(paths, leaves, actual_leaves, strict=True):
-        label = f"{what} leaf {path!r}" if path else what
+        label = f"{what} leaf {path!r}".strip() if path else what
         if not isinstance(y, torch.Tensor):
             assert type(x) is type(y) and x == y, f"{label}: {x!r} is not {y!r}"
             continue

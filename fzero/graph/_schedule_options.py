@@ -49,7 +49,7 @@ class _Domain(NamedTuple):
 
     Attributes:
         values: the special values.
-        accepts: the kind of numbers that it takes, `_COUNT` or `_AMOUNT`; "" if it takes none.
+        accepts: the kind of numbers that it takes, `_COUNT` or `_BYTES`; "" if it takes none.
     """
 
     values: tuple[Any, ...]
@@ -61,7 +61,7 @@ class _Domain(NamedTuple):
             return value
         if self.accepts == _COUNT and isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
             return int(value)
-        if self.accepts == _AMOUNT and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
+        if self.accepts == _BYTES and isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
             return int(value) if isinstance(value, Integral) else float(value)
         raise ValueError(f"{name}={value!r}: expected {self}")
 
@@ -74,15 +74,15 @@ class _Domain(NamedTuple):
 _COUNT = "an int from 0 on"
 
 
-_AMOUNT = "a number from 0 on"
+_BYTES = "a number of bytes from 0 on (such as 16e9)"
 
 
 _DOMAINS = {
     "prefetch": _Domain((FITTING, _AUTO), _COUNT),
     "in_flight": _Domain((_AUTO,), _COUNT),
     "bucket_bytes": _Domain((_AUTO,), _COUNT),
-    "max_reuse_bytes": _Domain((math.inf, _AUTO), _AMOUNT),
-    "memory_budget": _Domain((None,), _AMOUNT),
+    "max_reuse_bytes": _Domain((math.inf, _AUTO), _BYTES),
+    "memory_budget": _Domain((None,), _BYTES),
     "recompute": _Domain((True, False, _AUTO), ""),
     "recast": _Domain((True, False, _AUTO), ""),
     "across_iterations": _Domain((True, False, _AUTO), ""),

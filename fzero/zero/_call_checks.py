@@ -239,6 +239,8 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
     """Check that a step returns new parameters like the old, and the optimizer's state, for the next step."""
     if out is None:
         raise ValueError("train_step returned None: return the new params, opt_state and loss")
+    if isinstance(out, list) and not isinstance(args[param_argnums[0]], list):
+        raise ValueError(f"train_step returned a list of {len(out)}: expected a tuple (params, opt_state, loss)")
     results = out if isinstance(out, tuple) else (out,)
     for i in param_argnums:
         if i >= len(results):

@@ -1,5 +1,6 @@
 """ShardedStep: a train step on a mesh, with the layouts of a ZeRO stage."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -8,6 +9,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_callable
+from fzero._call_hints import explain_call
 from fzero._liveness import publish_step
 from fzero._names import missing_members
 from fzero._torch import empty_cache, is_tracing
@@ -158,6 +160,9 @@ class ShardedStep:
         except Exception as error:
             for note in explain_error(error, args, self.param_argnums, self.stage, self.mesh.simulated):
                 error.add_note(note)
+            if isinstance(error, TypeError) and inspect.isfunction(self.train_step):
+                takes = f"the step takes the arguments of {self.name}{inspect.signature(self.train_step)}"
+                explain_call(error, self.train_step, kwargs, f"{takes}, and was given {len(args)} by position")
             raise
 
     def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from fzero._torch import watched
 from fzero._torch.call_site import _CallSite, current_call_site
 from fzero._torch.memory import is_real, memory_of
 from fzero._torch.watched import WatchedOperation, record_node_lines, watch_operations, without_watchers
@@ -63,7 +62,6 @@ def test_the_memory_of_a_tensor_is_known_by_its_bytes_and_not_kept_alive():
 def test_tensors_without_values_are_not_real():
     assert is_real(torch.ones(2)) and not is_real(torch.ones(0)) and not is_real(torch.ones(2, device="meta"))
     assert not is_real(torch.ones(2).to_sparse())
-    assert watched.__doc__
 
 
 def test_operations_within_without_watchers_are_not_shown():

@@ -1,4 +1,4 @@
-"""What is communicated and what is held: exactly the table of the design, plus padding."""
+"""What is communicated and what is held: exactly ZeRO's formulas (arXiv:1910.02054, section 7), plus padding."""
 
 import itertools
 from typing import Any
@@ -25,7 +25,7 @@ def sizes(params: Any, n: int) -> tuple[int, int]:
 
 
 def expected_elements(stage: int, k: int, exact: int, padded: int) -> int:
-    """Section 1 of the design, with k micro-batches: 2Ψ, 2Ψ, (k + 1)Ψ, 2kΨ; an all_reduce needs no padding."""
+    """ZeRO's volumes, with k micro-batches: 2Ψ, 2Ψ, (k + 1)Ψ, 2kΨ; an all_reduce needs no padding."""
     return [2 * exact, 2 * padded, (k + 1) * padded, 2 * k * padded][stage]
 
 

@@ -1,5 +1,6 @@
 """`make gpu` is rehearsed: all its code runs on the CUDA without a GPU, at toy size."""
 
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,4 @@ def test_a_rehearsal_of_make_gpu_fails_nowhere(ranks, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     text = (tmp_path / "gpu.md").read_text()
     assert all(f"## {part.capitalize()}" in text for part in parts)
-    assert " 0 wrong, 0 failed, 0 left out" in text.replace(
-        "3 left out", "0 left out"
-    )  # DeepSpeed's, if it is not there
+    assert re.search(r" 0 wrong, 0 failed, [03] left out", text)  # three rows are DeepSpeed's, which may not be there

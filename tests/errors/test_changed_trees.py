@@ -57,6 +57,7 @@ RESULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "loss first": (lambda p, s, loss: (loss, p, s), rf"result 0 is float32 \[\], {IN_ORDER}"),
     "only the loss": (lambda p, s, loss: loss, rf"result 0 is float32 \[\], {IN_ORDER}"),
     "nothing": (lambda p, s, loss: None, "train_step returned None: return the new params, opt_state and loss"),
+    "a list": (lambda p, s, loss: [p, s, loss], "train_step returned a list of 3: expected a tuple "),
     "no state": (lambda p, s, loss: (p, loss), FORGOTTEN),
     "no state, in a dict": (lambda p, s, loss: (p, {"loss": loss}), FORGOTTEN),
 }

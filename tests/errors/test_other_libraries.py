@@ -58,6 +58,8 @@ CALLS: dict[str, tuple[Any, str]] = {
     "offload_optimizer": (lambda more: step_of(3, **more), "fzero.optim.offload(opt, ratio)"),
     "gradient_clipping": (lambda more: step_of(3, **more), "fzero.optim.clip_by_global_norm"),
     "config": (lambda more: fzero.shard(TRAIN_STEP, **more), "as docs/vocabulary.md lists them"),
+    "device_mesh": (lambda more: fzero.shard(TRAIN_STEP, **more), "did you mean mesh=, not device_mesh=?"),
+    "use_reentrant": (lambda more: fzero.remat(TRAIN_STEP, **more), "not needed: blocks run again under torch.func"),
     "micro_batches": (lambda more: step_of(3, **more), "fzero.value_and_grad(loss_fn, micro_batches=4)"),
     "static_argnums": (lambda more: fzero.jit(TRAIN_STEP, **more), "arguments that are no tensors are constants"),
     "donate_argnums": (lambda more: fzero.jit(TRAIN_STEP, **more), "did you mean donate=, not donate_argnums=?"),
