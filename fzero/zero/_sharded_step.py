@@ -152,6 +152,7 @@ class ShardedStep:
                 return self.run_checked(self._run, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the arguments, run the step on every rank, and add notes to an error that the user's code raised."""
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules, has_batch=self.check is not False)
         check_params(args, self.param_argnums, self.stage, self.layout.shards_params, self.rules, [*kwargs])
         args = tuple([tree.map(as_value, x) if i in self.param_argnums else x for i, x in enumerate(args)])
