@@ -60,9 +60,9 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     from fzero.graph.run import _backends
 
     step, args = step_of(layers, stage, fzero.mesh(dp=2, simulate=True), k)
-    elsewhere = step.on_mesh(_one_rank.planned_mesh((("dp", 2),)))
+    planned_step = step.on_mesh(_one_rank.planned_mesh((("dp", 2),)))
     args = _one_rank.one_rank_tree(args, {"dp": 2}, all_ranks=True)
-    jitted = fzero.jit(elsewhere)
+    jitted = fzero.jit(planned_step)
     planned, _ = timed(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()
     before = sum(os.times()[:4])
@@ -81,7 +81,7 @@ def first_step(layers: int, stage: int, k: int) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-def elsewhere(what: Callable[..., Any], layers: int, stage: int, cache: str, k: int = 1) -> dict[str, Any]:
+def run_in_process(what: Callable[..., Any], layers: int, stage: int, cache: str, k: int = 1) -> dict[str, Any]:
     """Run one of the two above in a new process with Inductor's cache in a folder."""
     command = [sys.executable, __file__, what.__name__, str(layers), str(stage), str(k)]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -102,14 +102,14 @@ def compiled() -> list[str]:
         results = {}
         for layers in (4, 16):
             with tempfile.TemporaryDirectory() as cache:
-                results[layers] = elsewhere(lowering, layers, stage, cache)
+                results[layers] = run_in_process(lowering, layers, stage, cache)
         few, many = results[4], results[16]
         counts = [f"{x['segments']}, {x['distinct']} distinct" for x in (few, many)]
         ratio = many["work"] / few["work"]
         seconds = [f"{x['seconds']:.1f}, {x['work']:.1f}" for x in (few, many)]
         cold.append([stage, *counts, *seconds, f"{ratio:.2f}", verdict(ratio <= COLD_GOAL)])
     with tempfile.TemporaryDirectory() as cache:
-        first, second = [elsewhere(first_step, 16, 3, cache)["seconds"] for _ in range(2)]
+        first, second = [run_in_process(first_step, 16, 3, cache)["seconds"] for _ in range(2)]
     head = ["stage", "segments, 4 layers", "16 layers", "seconds, 4 layers", "16 layers", "ratio"]
     return [
         "Cold: seconds to compile all segments, 2 ranks: by the clock, of the processors; the ratio is the latter's.",
@@ -126,7 +126,7 @@ def by_micro_batches() -> list[str]:
         results = {}
         for k in (1, 8, 64):
             with tempfile.TemporaryDirectory() as cache:
-                results[k] = elsewhere(lowering, 4, stage, cache, k)
+                results[k] = run_in_process(lowering, 4, stage, cache, k)
         for k, x in results.items():
             times = [x[name] / results[1][name] for name in ("plan", "work")]
             met = verdict(max(times) <= LOOP_GOAL)

@@ -61,7 +61,7 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
     return pytree.tree_unflatten(leaves, structure)
 
 
-def _name(key: Any) -> str:
+def _key_name(key: Any) -> str:
     if isinstance(key, pytree.SequenceKey):
         return str(key.idx)
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
@@ -86,7 +86,7 @@ def flatten_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None)
         pairs, (_, structure) = _flatten_without_names(tree, is_leaf), flatten(tree, is_leaf)
     _check_leaves([x for _, x in pairs])
     return (
-        [".".join([_name(k) for k in keys]) for keys, _ in pairs],
+        [".".join([_key_name(k) for k in keys]) for keys, _ in pairs],
         [x for _, x in pairs],
         structure,
     )

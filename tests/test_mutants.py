@@ -33,7 +33,7 @@ from tests.mutants.changes import (
     before,
     constant,
     dropped,
-    elsewhere,
+    in_symbol,
     negated,
     never,
     renamed,
@@ -133,7 +133,7 @@ def same(text: str, expected: str) -> bool:
         ("f", becomes("f'{A}'", "f'{A} '"), "{total}", "{total} "),
         ("Box.g", becomes("while A: ...", "if A: ..."), "while x != 2", "if x != 2"),
         ("", becomes("import A", "import A, os"), "import math", "import math, os"),
-        ("f", elsewhere("Box.g", swapped("A -= B", "+")), "x -= 1", "x += 1"),
+        ("f", in_symbol("Box.g", swapped("A -= B", "+")), "x -= 1", "x += 1"),
     ],
     ids=lambda x: x.words if isinstance(x, Change) else "",
 )

@@ -23,7 +23,11 @@ _DISK = 1e8  # bytes of a disk that count as much as a second of a processor
 _NETWORK = 1e6  # bytes of the network that do
 _PROBE = 4  # the timer of a connection whose peer does not read
 _REQUEST, _REPLY_SIZE = struct.Struct("=IHHIIBBBBI48x"), 1 << 17
-_DIAG_BY_FAMILY, _DUMP, _DONE, _ERROR, _INFO = 20, 0x301, 3, 2, 2  # of the kernel's protocol sock_diag
+_DIAG_BY_FAMILY = 20  # SOCK_DIAG_BY_FAMILY, of the kernel's protocol sock_diag, as the four below
+_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_DONE = 3  # NLMSG_DONE
+_ERROR = 2  # NLMSG_ERROR
+_INFO = 2  # INET_DIAG_INFO
 _CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
 
 
@@ -82,8 +86,8 @@ class ProcessMonitor:
         states, files = set[str](), set[int]()
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-                self._count(("processor", pid), _stat(f"/proc/{pid}/stat")[1])
-                self._count(("disk", pid), _disk_bytes(pid) / _DISK)
+                self._add_seconds(("processor", pid), _stat(f"/proc/{pid}/stat")[1])
+                self._add_seconds(("disk", pid), _disk_bytes(pid) / _DISK)
                 states |= {_stat(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")}
                 files |= set(_socket_files(pid))
         try:
@@ -91,7 +95,7 @@ class ProcessMonitor:
         except (OSError, ValueError, struct.error):
             sockets, is_whole = {}, False
         for file, tcp in sockets.items():
-            self._count(("network", file), tcp.size / _NETWORK)
+            self._add_seconds(("network", file), tcp.size / _NETWORK)
         silent = self._silent(sockets, now)
         if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
@@ -117,7 +121,7 @@ class ProcessMonitor:
                 self._acknowledged[file] = (tcp.acknowledged, since if size == tcp.acknowledged else now)
         return {sockets[file].link: now - since for file, (_, since) in self._acknowledged.items()}
 
-    def _count(self, name: object, value: float) -> None:
+    def _add_seconds(self, name: object, value: float) -> None:
         self._seconds += max(value - self._counters.get(name, 0.0), 0.0)
         self._counters[name] = value
 

@@ -62,13 +62,13 @@ class _Unpickler(_Python):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and (module, name) in _ALLOWED:
-            return _path
+            return _joined_path
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not part of DCP's metadata")
 
 
-def _path(*parts: str) -> str:
+def _joined_path(*parts: str) -> str:
     if sum(len(part) + 1 for part in parts) > _LONGEST:  # each call may double what the last one made
         raise pickle.UnpicklingError("it holds a path that is too long")
     return "/".join(parts)
@@ -79,7 +79,7 @@ def _expect(holds: bool, reason: str) -> None:
         raise pickle.UnpicklingError(reason)
 
 
-def _check(metadata: "Metadata") -> None:
+def _check_metadata(metadata: "Metadata") -> None:
     """Check that each field has its type, that chunks lie in their leaves, and that files lie in the folder."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
@@ -127,7 +127,7 @@ def load_metadata(data: bytes) -> "Metadata":
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
         if isinstance(metadata, Metadata):
-            _check(metadata)
+            _check_metadata(metadata)
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # a damaged pickle may raise anything

@@ -62,7 +62,7 @@ def decisions(
     stand_ins = [_stand_in(x, mode, {d for j, d in size_dims if j == i}, device) for i, x in enumerate(tensors)]
     symbol = _symbol_of(stand_ins, size_dims)
     operations = _Operations(symbol, env)
-    _run(f, stand_ins, mode, operations)
+    _record_operations(f, stand_ins, mode, operations)
     if len(env.guards) > _COMPARISONS:
         raise FixedSizeError(f"it compares the length more than {_COMPARISONS} times")
     operations.check_not_fixed("")
@@ -91,7 +91,9 @@ def _environment() -> "ShapeEnv":
     return Limited(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # no sizes from values
 
 
-def _run(f: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, operations: "_Operations") -> None:
+def _record_operations(
+    f: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, operations: "_Operations"
+) -> None:
     try:
         with set_compiling(), mode, _Substitutes(), operations, set_deciding():
             f(*args)
@@ -198,7 +200,7 @@ class _Substitutes(TorchFunctionMode):
         return _SUBSTITUTES[func](*args, **(kwargs or {}))
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear_by_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     y = torch.matmul(x, weight.t())
     return y if bias is None else y + bias
 
@@ -215,7 +217,7 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 _SUBSTITUTES: dict[Any, Any] = {
-    F.linear: _linear,
+    F.linear: _linear_by_matmul,
     F.dropout: _dropout,
     torch.dropout: lambda x, p, train: _dropout(x, p, train),
     F.scaled_dot_product_attention: _attention,

@@ -81,7 +81,7 @@ def _groups(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
     kinds: dict[Any, list[list[Any]]] = {}
     room: dict[Any, int] = {}
     for key, row in rows.items():
-        kind = _kind(row)
+        kind = _group_key(row)
         if kind is None:
             continue
         room[kind] = room.get(kind, 0) - row[0].nbytes
@@ -93,7 +93,7 @@ def _groups(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
         yield from [keys for keys in groups if len(keys) > 1]
 
 
-def _kind(row: Sequence[Any]) -> Any:
+def _group_key(row: Sequence[Any]) -> Any:
     """Return the common key of the rows of a group, or None for a row that is computed alone."""
     first, tensors = row[0], [x for x in row if isinstance(x, torch.Tensor)]
     if not is_accelerator(first.device) or not first.is_floating_point():

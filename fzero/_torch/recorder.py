@@ -271,7 +271,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
         run = func.on_stand_ins if isinstance(func, OneNode) else func
         out = recorder.stand_ins.call(run, args, kwargs)
     meta = {**get_current_meta().get("custom", {}), **_source(recorder.sources, recorder.stacks)}
-    node = tracer.graph.create_node("call_function", func, *nodes, name=_name(func))
+    node = tracer.graph.create_node("call_function", func, *nodes, name=_node_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):
         _track(tracer, out, node)
@@ -291,5 +291,5 @@ def _track(tracer: Any, x: Any, node: Node) -> None:
 
 
 @functools.cache
-def _name(func: OpOverload | OneNode) -> str:
+def _node_name(func: OpOverload | OneNode) -> str:
     return torch.fx.Graph()._target_to_str((func.overloadpacket if isinstance(func, OpOverload) else func).__name__)

@@ -92,7 +92,12 @@ class StandInCache:
         """
         operands: list[FakeTensor] = []
         try:
-            key = (func, _key(args, operands), _key(tuple(kwargs.items()), operands), _sharing(operands))
+            key = (
+                func,
+                _argument_key(args, operands),
+                _argument_key(tuple(kwargs.items()), operands),
+                _sharing(operands),
+            )
         except _UnknownError:
             return func(*args, **kwargs)
         if not operands or (isinstance(func, OpOverload) and func._schema.is_mutable):
@@ -112,7 +117,7 @@ class StandInCache:
         return results[0] if kind is FakeTensor else kind(results)
 
 
-def _key(x: Any, operands: list[FakeTensor]) -> Any:
+def _argument_key(x: Any, operands: list[FakeTensor]) -> Any:
     """Return a key for an argument, and list the stand-ins in it.
 
     Raises:
@@ -125,7 +130,7 @@ def _key(x: Any, operands: list[FakeTensor]) -> Any:
         operands.append(x)
         return x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device
     if kind is tuple or kind is list:
-        return kind, tuple([_key(y, operands) for y in x])
+        return kind, tuple([_argument_key(y, operands) for y in x])
     if isinstance(x, torch.Tensor):
         raise _UnknownError
     return kind, x  # the numbers 1, 1.0 and True are equal

@@ -44,14 +44,14 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operation = _operation(func, args, kwargs)
+        operation = _watched_operation(func, args, kwargs)
         context = self.before(operation)
         out = func(*args, **kwargs)
         self.after(operation, context, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
         return out
 
 
-def _operation(func: Any, args: Any, kwargs: Any) -> WatchedOperation:
+def _watched_operation(func: Any, args: Any, kwargs: Any) -> WatchedOperation:
     leaves = tree_leaves((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     numbers = [x for x in leaves if isinstance(x, float)]

@@ -143,7 +143,7 @@ class InvariantLoss:
     Attributes:
         axes: these axes.
         calls: the collectives over these axes that were called on differentiated values.
-        has_calls: whether any such collective was called, also on constants and in a rematerialised block.
+        has_calls: whether any such collective was called, also on constants and in a block under remat.
     """
 
     def __init__(self, axes: tuple[str, ...]) -> None:

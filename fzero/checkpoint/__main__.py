@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         return subparser
 
     ls = command("ls", _ls, "List the checkpoints of a run's folder, or the leaves of one checkpoint.", "path")
-    ls.add_argument("--limit", type=_count, metavar="N", help="list the first N leaves")
+    ls.add_argument("--limit", type=_parse_count, metavar="N", help="list the first N leaves")
     command("verify", _verify, "Read a checkpoint, or all checkpoints of a run, and compare each checksum.", "path")
     command("diff", _diff, "List the leaves and values that differ between two checkpoints.", "a", "b")
     text = "Write the full leaves to a safetensors file, to model.safetensors in a folder, or as torch.save does."
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of leaves: give 0 or more")
     return int(text)

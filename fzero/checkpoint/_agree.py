@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _POLL = 0.005  # seconds
 
 
-def _line(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
@@ -54,7 +54,7 @@ def all_or_none(task: str, run: Callable[[], _T], mesh: Mesh | None) -> _T:
 
 def _raise_together(task: str, error: BaseException | None, kinds: list[int], mesh: Mesh) -> None:
     """Raise the first error of the worst kind on ranks without an error of that kind. A `DamagedError` is milder."""
-    texts = all_gather_texts("" if error is None else _line(error), mesh)
+    texts = all_gather_texts("" if error is None else _error_line(error), mesh)
     first = kinds.index(max(kinds))
     if error is None or kinds[mesh.rank] < max(kinds):
         kind = DamagedError if max(kinds) == 1 else CheckpointError
@@ -190,22 +190,22 @@ class StoreChannel:
                 time.sleep(_POLL)
             return self._store.get(key).decode()
         except DistError as error:
-            raise CheckpointError(f"the store is gone, because rank 0 ended ({_line(error)[:80]})") from error
+            raise CheckpointError(f"the store is gone, because rank 0 ended ({_error_line(error)[:80]})") from error
 
     def save_as_leader(self, work: Callable[[], dict[int, File]], commit: Callable[[dict[int, File]], None]) -> str:
         """Do rank 0's work, wait for the others, commit if no rank failed, and publish and return the errors."""
         files, error = _try(work)
-        errors = [] if error is None else [f"rank 0: {_line(error)}"]
+        errors = [] if error is None else [f"rank 0: {_error_line(error)}"]
         end = time.monotonic() + self._timeout
         for r in range(1, self._ranks):
             report, failure = _try(lambda r=r: json.loads(self.wait_for("done", r, end)))
-            errors += [_line(failure)] if failure is not None else []
+            errors += [_error_line(failure)] if failure is not None else []
             errors += [f"rank {r}: {report['error']}"] if report and report["error"] else []
             if report and files is not None:
                 files.update({int(k): File(*v) for k, v in report["files"].items()})
         if files is not None and not errors:
             _, error = _try(lambda: commit(files))
-            errors = [] if error is None else [f"rank 0: {_line(error)}"]
+            errors = [] if error is None else [f"rank 0: {_error_line(error)}"]
         self.publish("committed", "; ".join(errors))
         self._wait_for_readers()
         return "; ".join(errors)
@@ -225,7 +225,7 @@ class StoreChannel:
         """
         files, error = _try(work)
         report = {
-            "error": "" if error is None else _line(error),
+            "error": "" if error is None else _error_line(error),
             "files": {k: list(v) for k, v in (files or {}).items()},
         }
         self.publish("done", json.dumps(report))

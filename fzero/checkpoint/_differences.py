@@ -63,7 +63,7 @@ def differences(
             continue
         pair = (indices[0], indices[1])
         if pair not in results:  # tied leaves are read once
-            results[pair] = _compare(files, manifests, pair)
+            results[pair] = _compare_leaves(files, manifests, pair)
             nbytes += manifests[0].layout.leaves[pair[0]].nbytes
             progress(min(nbytes, total), total)
         count, largest = results[pair]
@@ -80,22 +80,23 @@ def _describe_entries(layout: TreeLayout) -> dict[str, str]:
     return {**leaves, **{path: f"the value {value!r}" for path, value in layout.values.items()}}
 
 
-def _compare(
+def _compare_leaves(
     files: tuple[Files, Files], manifests: tuple[Manifest, Manifest], indices: tuple[int, int]
 ) -> tuple[int, float]:
     """Return how many elements of two leaves differ in their bits, and the largest difference."""
-    a, b = [_leaf(f, m, i) for f, m, i in zip(files, manifests, indices, strict=True)]
+    a, b = [_read_leaf(f, m, i) for f, m, i in zip(files, manifests, indices, strict=True)]
     count, largest = 0, 0.0
     for at in range(0, a.numel(), _AT_ONCE):
         x, y = a[at : at + _AT_ONCE], b[at : at + _AT_ONCE]
         bits = [z.view(torch.uint8).view(z.numel(), -1) for z in (x, y)]
         differ = bits[0].ne(bits[1]).any(1)
         if differ.any():
-            count, largest = count + int(differ.sum()), max(largest, _largest(x[differ], y[differ]), key=_nan_last)
+            count += int(differ.sum())
+            largest = max(largest, _largest_difference(x[differ], y[differ]), key=_nan_last)
     return count, largest
 
 
-def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
+def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
     """Return the largest difference of two elements. For integers it is exact up to the rounding to a float."""
     if not (x.is_floating_point() or x.is_complex()):
         return float(max(abs(a - b) for a, b in zip(x.tolist(), y.tolist(), strict=True)))
@@ -103,7 +104,7 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.to(wide) - y.to(wide)).abs().max())
 
 
-def _leaf(files: Files, manifest: Manifest, index: int) -> torch.Tensor:
+def _read_leaf(files: Files, manifest: Manifest, index: int) -> torch.Tensor:
     leaf = manifest.layout.leaves[index]
     return fill_leaf(files, manifest, index, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")).view(-1)
 

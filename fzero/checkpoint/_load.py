@@ -133,7 +133,7 @@ def _load_files(
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
-def _leaf(path: str) -> str:
+def _describe_leaf(path: str) -> str:
     return f"leaf {path!r}" if path else "single value"
 
 
@@ -155,7 +155,7 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
     problems = []
     for path, text in ours.items():
         if path not in theirs:
-            problems.append(f"it has no {_leaf(path)} ({text})")
+            problems.append(f"it has no {_describe_leaf(path)} ({text})")
         elif theirs[path] != text:
             problems.append(_differs(path, saved, local, theirs[path], text))
         elif (there := _rows_of(saved, path)) and (here := _rows_of(local, path)) and there != here:
@@ -164,7 +164,9 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
                 f"`like` a value of the saved axes, fzero.PerRank(x, {there})"
             )
     problems += (
-        [] if partial else [f"the tree has no {_leaf(p)} ({text})" for p, text in theirs.items() if p not in ours]
+        []
+        if partial
+        else [f"the tree has no {_describe_leaf(p)} ({text})" for p, text in theirs.items() if p not in ours]
     )
     for path, first in local.ties.items():
         if not problems and saved.leaf_index[path] != saved.leaf_index[first]:

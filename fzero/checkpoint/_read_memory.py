@@ -71,12 +71,12 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
     shared = _overlapping([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
     buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
-    fresh = {key: _zeros(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
+    fresh = {key: _zeros_on_device(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
     plain |= {**fresh, **dict(zip(meta, buffers, strict=True))}
     devices = [device_name for entry in entries for device_name in _devices(entry, device)]
     usable = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
     boxed_tensors = iter(
-        [x if is_usable else _zeros(x, to) for x, to, is_usable in zip(boxed, devices, usable, strict=True)]
+        [x if is_usable else _zeros_on_device(x, to) for x, to, is_usable in zip(boxed, devices, usable, strict=True)]
     )
     for i, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
@@ -110,6 +110,6 @@ def _devices(entry: Any, device: torch.device) -> list[torch.device]:
     return [device] * len(_box_tensors(entry))
 
 
-def _zeros(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _zeros_on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return zeros with the shape and dtype of a tensor, on its device; on `device` if it is a meta tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)

@@ -49,10 +49,10 @@ def check_copies(
 ) -> None:
     """Check that a loss that is one value does not use copies of a rank-dependent value as one value.
 
-    Rematerialised blocks have no graph yet; they store what to check once it exists.
+    Blocks under remat have no graph yet; they store what to check once it exists.
 
     Args:
-        results: the loss, or results of a rematerialised block that the loss depends on.
+        results: the loss, or results of a block under remat that the loss depends on.
         invariant_loss: the axes along which the loss is one value, and the collectives over them that it called.
         varying: axis -> the ids of the differentiated tensors that differ by rank along it.
 
@@ -60,16 +60,16 @@ def check_copies(
         ValueError: if it does. The message names the line and the function to use.
     """
     for axis in invariant_loss.axes if invariant_loss.has_calls else ():
-        _check([(y.grad_fn, y.output_nr) for y in results], axis, invariant_loss, varying[axis])
+        _check_calls_over([(y.grad_fn, y.output_nr) for y in results], axis, invariant_loss, varying[axis])
 
 
-def _check(start: Sequence[_Edge], axis: str, invariant_loss: InvariantLoss, leaves: set[int]) -> None:
+def _check_calls_over(start: Sequence[_Edge], axis: str, invariant_loss: InvariantLoss, leaves: set[int]) -> None:
     for node, output in _walk(start, axis):
         row = _row_over(node, axis)
         if row is not None and row.output is COPIES:
             differs, blocks = _differs(node.next_functions, axis, leaves)
             if differs:
-                raise ValueError(_message(row.name, axis, node, invariant_loss.calls))
+                raise ValueError(_copies_message(row.name, axis, node, invariant_loss.calls))
             for block, index in blocks:
                 _deferred_check(block, axis, invariant_loss, leaves).summed[index] = (row.name, node)
         if hasattr(node, "deferred_checks"):
@@ -85,7 +85,7 @@ def _deferred_check(block: Any, axis: str, invariant_loss: InvariantLoss, leaves
 
 
 class DeferredCheck:
-    """The checks of a rematerialised block, for the time when its graph exists.
+    """The checks of a block under remat, for the time when its graph exists.
 
     Attributes:
         axis: an axis along which the loss is one value.
@@ -112,12 +112,12 @@ class DeferredCheck:
         varying = {x for i, x in arg_ids.items() if _differs([self.sources[i]], self.axis, self.leaves)[0]}
         for i, (name, node) in self.summed.items():
             if i in results and _differs([(results[i].grad_fn, results[i].output_nr)], self.axis, varying)[0]:
-                raise ValueError(_message(name, self.axis, node, self.invariant_loss.calls))
+                raise ValueError(_copies_message(name, self.axis, node, self.invariant_loss.calls))
         start = [(y.grad_fn, y.output_nr) for i, y in results.items() if i in self.results]
-        _check(start, self.axis, self.invariant_loss, varying)
-        reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf(node)) is not None}
+        _check_calls_over(start, self.axis, self.invariant_loss, varying)
+        reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf_tensor(node)) is not None}
         sources = [self.sources[i] for i, x in arg_ids.items() if x in reached]
-        _check(sources, self.axis, self.invariant_loss, self.leaves)
+        _check_calls_over(sources, self.axis, self.invariant_loss, self.leaves)
 
 
 def _row_over(node: Any, axis: str) -> LinearMap | None:
@@ -126,7 +126,7 @@ def _row_over(node: Any, axis: str) -> LinearMap | None:
     return call[0] if call is not None and axis in call[1].axis.split(",") else None
 
 
-def _leaf(node: Any) -> torch.Tensor | None:
+def _leaf_tensor(node: Any) -> torch.Tensor | None:
     """Return the leaf tensor of a node at the end of the graph; None for other nodes."""
     return getattr(node, "variable", None)
 
@@ -135,11 +135,11 @@ def _differs(start: Sequence[_Edge], axis: str, leaves: set[int]) -> tuple[bool,
     """Return whether results differ by rank along an axis, as far as the autograd graph shows.
 
     Returns:
-        Whether they differ. If not, also the edges to rematerialised blocks that may make them differ.
+        Whether they differ. If not, also the edges to blocks under remat that may make them differ.
     """
     blocks = []
     for node, output in _walk(start, axis):
-        row, leaf = _row_over(node, axis), _leaf(node)
+        row, leaf = _row_over(node, axis), _leaf_tensor(node)
         if (row is not None and row.output is VARYING) or (leaf is not None and id(leaf) in leaves):
             return True, []
         if hasattr(node, "deferred_checks"):
@@ -148,7 +148,7 @@ def _differs(start: Sequence[_Edge], axis: str, leaves: set[int]) -> tuple[bool,
 
 
 def _walk(start: Sequence[_Edge], axis: str) -> Iterator[_Edge]:
-    """Yield the nodes that results depend on, up to rematerialised blocks and collectives that make one value."""
+    """Yield the nodes that results depend on, up to blocks under remat and collectives that make one value."""
     stack = [edge for edge in start if edge[0] is not None]
     visited = set(stack)
     while stack:
@@ -161,7 +161,7 @@ def _walk(start: Sequence[_Edge], axis: str) -> Iterator[_Edge]:
             stack += new
 
 
-def _message(row: str, axis: str, node: Any, notes: Sequence[LossCollective]) -> str:
+def _copies_message(row: str, axis: str, node: Any, notes: Sequence[LossCollective]) -> str:
     note = getattr(node, "note", None) or next((n for n in notes if axis in n.axes), None)
     name, line = (row, "") if note is None else (note.name, f"{note.source_line}: ")
     remedy = _REMEDIES.get(name, "the invariant collective").format(axis=axis)

@@ -94,16 +94,16 @@ def _all_ranks_gather(n: int, options: DimOptions, xs: Tensors) -> Tensors:
 
 def _all_ranks_scatter(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     # [n, .., n k, ..] -> [.., n k, ..] -> [n, .., k, ..]
-    return [_parts(xs[0].sum(0, dtype=xs[0].dtype), n, options.dim)]
+    return [_view_by_rank(xs[0].sum(0, dtype=xs[0].dtype), n, options.dim)]
 
 
-def _parts(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+def _view_by_rank(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     """View `[.., n k, ..]` as `[n, .., k, ..]`; `dim` is counted from the end."""
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim - 1, 0)
 
 
 def _all_ranks_own_part(n: int, options: DimOptions, xs: Tensors) -> Tensors:
-    parts = _parts(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
+    parts = _view_by_rank(xs[0], n, options.dim)  # [n parts, n ranks, .., k, ..]
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
@@ -178,7 +178,7 @@ _DIVIDE = RankOperation(
 _OWN_PART = RankOperation(
     "",
     all_ranks=_all_ranks_own_part,
-    uniform=lambda n, options, xs: [_parts(xs[0], n, options.dim)],
+    uniform=lambda n, options, xs: [_view_by_rank(xs[0], n, options.dim)],
     local=_local_own_part,
 )
 _PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_local_pad)

@@ -292,13 +292,13 @@ def _call_local(row: LinearMap, binding: Binding, options: _Options, xs: Tensors
     heartbeat = current_heartbeat()
     if heartbeat is None or not row.operation.kind or is_tracing():
         return tuple(row.operation.local(binding, options, xs))
-    heartbeat.publish(f"{_label(row, options, xs)} over {binding.axis!r}", waiting=True)
+    heartbeat.publish(f"{_call_label(row, options, xs)} over {binding.axis!r}", waiting=True)
     ys = tuple(row.operation.local(binding, options, xs))
     heartbeat.publish("work")
     return ys
 
 
-def _label(row: LinearMap, options: _Options, xs: Tensors) -> str:
+def _call_label(row: LinearMap, options: _Options, xs: Tensors) -> str:
     unit = row.unit(options)
     return row.name + (f" of unit {unit!r}" if unit else row.operation.detail(options, xs))
 
@@ -349,7 +349,7 @@ def _rendezvous(row: LinearMap, binding: Binding, options: _Options, xs: Tensors
         # copies, so that no rank writes into another rank's result
         return [tuple([(y if row.is_replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 
-    return rendezvous(binding.group, binding.rank, _label(row, options, xs), xs, compute)
+    return rendezvous(binding.group, binding.rank, _call_label(row, options, xs), xs, compute)
 
 
 def _record_call(

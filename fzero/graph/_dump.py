@@ -98,9 +98,9 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
     rows = []
     for order, state in enumerate(states):
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))
-        rows.append(_row(order, state, live))
+        rows.append(_dump_row(order, state, live))
         if state.detail != _LEFT_OUT:
-            Path(folder, f"{state.name}.txt").write_text(_text(name, state, live), encoding="utf-8")
+            Path(folder, f"{state.name}.txt").write_text(_graph_text(name, state, live), encoding="utf-8")
     for node in last.nodes:
         if loop := loop_of(node):
             dump(Path(folder, node.name), passes.body(node), settings, f"{name}, {node.name}", loop.body)
@@ -119,7 +119,7 @@ def _arguments_text(passed: PassResult) -> str:
     return textwrap.shorten(", ".join(texts), 80, placeholder=" ...")
 
 
-def _row(order: int, state: _DumpedGraph, live: Sequence[int]) -> str:
+def _dump_row(order: int, state: _DumpedGraph, live: Sequence[int]) -> str:
     """Show a graph's place in the order, its operations and collectives, its peak, and the peak's position."""
     nodes = list(state.graph.nodes)
     operations, collectives = sum(n.op == "call_function" for n in nodes), sum(map(is_collective, nodes))
@@ -128,7 +128,7 @@ def _row(order: int, state: _DumpedGraph, live: Sequence[int]) -> str:
     return f"{order:>2}  {state.name:<21} {counts}  {state.detail}".rstrip()
 
 
-def _text(name: str, state: _DumpedGraph, live: Sequence[int]) -> str:
+def _graph_text(name: str, state: _DumpedGraph, live: Sequence[int]) -> str:
     """Describe a graph: a line for each node, with the bytes that are live while the node runs."""
     peak = max(live)
     lines = [
@@ -138,13 +138,13 @@ def _text(name: str, state: _DumpedGraph, live: Sequence[int]) -> str:
     ]
     lines.append(f"{'at':>6} {'live bytes':>16}  {'value':<28} operation")
     lines += [
-        f"{at:>6} {size:>16,}  {_line(node)}"
+        f"{at:>6} {size:>16,}  {_node_line(node)}"
         for at, (node, size) in enumerate(zip(state.graph.nodes, live, strict=True))
     ]
     return "\n".join([*lines, ""])
 
 
-def _line(node: Node) -> str:
+def _node_line(node: Node) -> str:
     """Describe a node: its dtypes and shapes, its operation and operands, its unit, and its source line."""
     operands = [*map(str, node.args), *[f"{key}={x}" for key, x in node.kwargs.items()]]
     target = display_name(node)

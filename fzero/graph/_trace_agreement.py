@@ -33,14 +33,14 @@ def _signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[s
         elif loop:
             lines += [f"{loop.iterations} times", *_signatures(loop.body, groups)]
         elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
-            lines.append(_signature(n, groups or {}))
+            lines.append(_node_signature(n, groups or {}))
     return lines
 
 
 _DEVICE = re.compile(r"device\(type=('\w+'), index=\d+\)")  # a rank of a host has the GPU of its own number
 
 
-def _signature(node: Node, groups: Mapping[str, str]) -> str:
+def _node_signature(node: Node, groups: Mapping[str, str]) -> str:
     def show(a: Node) -> Any:
         return _Shown(dtypes_and_shapes(a))
 

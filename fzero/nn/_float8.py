@@ -60,10 +60,10 @@ def float8_linear(
     References:
         Micikevicius et al.: FP8 Formats for Deep Learning, arXiv:2209.05433.
     """
-    _check(x, weight, bias, scaling)
+    _check_product(x, weight, bias, scaling)
     gradient = torch.float8_e5m2 if scaling == "tensorwise" else _VALUE_DTYPE
     rows = x.reshape(-1, x.shape[-1])
-    y = _product(
+    y = _scaled_product(
         _Recipe(a=_VALUE_DTYPE, b=_VALUE_DTYPE, gradient=gradient, is_rowwise=scaling == "rowwise", adds_fast=True),
         rows,
         weight,
@@ -72,7 +72,7 @@ def float8_linear(
     return y if bias is None else y + bias
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
+def _check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: str) -> None:
     """Raise an error for shapes, dtypes or a scaling that float8 products do not have."""
     if scaling not in SCALINGS:
         raise ValueError(
@@ -145,7 +145,7 @@ def _encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> _ScaledOpe
     return _ScaledOperand((x.to(torch.float32) / scale).to(dtype), scale)
 
 
-def _product(
+def _scaled_product(
     recipe: _Recipe,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -157,11 +157,11 @@ def _product(
         return a @ b.mT  # nothing has no largest magnitude
     a_operand = _encode(a, recipe.a, recipe.is_rowwise) if a_operand is None else a_operand
     b_operand = _encode(b, recipe.b, recipe.is_rowwise) if b_operand is None else b_operand
-    return _apply(recipe, a, b, *a_operand, *b_operand)
+    return _apply_product(recipe, a, b, *a_operand, *b_operand)
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def _apply(recipe: Any, *tensors: torch.Tensor) -> Any:
+def _apply_product(recipe: Any, *tensors: torch.Tensor) -> Any:
     return _Product.apply(recipe, *tensors)
 
 
@@ -204,15 +204,15 @@ class _Product(torch.autograd.Function):
         (g,), recipe, (_, needs_a, needs_b, *_) = grads, ctx.recipe.of_gradient(), ctx.needs_input_grad
         of_a = of_b = None
         if recipe.is_rowwise:
-            of_a = _product(recipe, g, b.mT) if needs_a else None
-            of_b = _product(recipe, g.mT, a.mT) if needs_b else None
+            of_a = _scaled_product(recipe, g, b.mT) if needs_a else None
+            of_b = _scaled_product(recipe, g.mT, a.mT) if needs_b else None
             return None, of_a, of_b, None, None, None, None
         g_operand = _encode(g, recipe.a, False)
         if needs_a:
-            of_a = _product(recipe, g, b.mT, g_operand, _encode(b, _VALUE_DTYPE, False).transposed)
+            of_a = _scaled_product(recipe, g, b.mT, g_operand, _encode(b, _VALUE_DTYPE, False).transposed)
         if needs_b:
             a_operand = _ScaledOperand(*saved) if saved else _encode(a, _VALUE_DTYPE, False)
-            of_b = _product(recipe, g.mT, a.mT, g_operand.transposed, a_operand.transposed)
+            of_b = _scaled_product(recipe, g.mT, a.mT, g_operand.transposed, a_operand.transposed)
         return None, of_a, of_b, None, None, None, None
 
     @staticmethod
@@ -227,7 +227,7 @@ class _Product(torch.autograd.Function):
         """Map over samples, such as simulated ranks. Each has scales of its own, so each is a product of its own."""
         columns = list(zip(tensors, in_dims[1:], strict=True))
         samples = [[x if d is None else x.select(d, i) for x, d in columns] for i in range(info.batch_size)]
-        return torch.stack([_apply(recipe, *sample) for sample in samples]), 0
+        return torch.stack([_apply_product(recipe, *sample) for sample in samples]), 0
 
 
 def _pad_codes(codes: torch.Tensor, rows: int = 0) -> torch.Tensor:

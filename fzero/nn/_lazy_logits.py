@@ -162,13 +162,13 @@ class _LazyLogits:
         raise logits._error(getattr(function, "__name__", str(function)))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_message(self.model, name))
+        raise AttributeError(_logits_message(self.model, name))
 
     def _error(self, what: str) -> TypeError:
-        return TypeError(_message(self.model, what))
+        return TypeError(_logits_message(self.model, what))
 
 
-def _message(model: str, what: str) -> str:
+def _logits_message(model: str, what: str) -> str:
     return (
         f"chunked_loss=True: {what} needs the logits of {model}, of which only the cross entropy is computed. For "
         f"predictions call fzero.nn.functional without it; for another loss {_BY_HAND}"

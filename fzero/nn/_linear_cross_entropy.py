@@ -118,7 +118,7 @@ def cross_entropy_of_head(
 ) -> torch.Tensor:
     """Compute `linear_cross_entropy` of logits that some functions change one by one, in their order."""
     ignore_index, reduction, label_smoothing, z_loss, axis, chunk = options
-    _check(hidden, weight, labels, bias)
+    _check_operands(hidden, weight, labels, bias)
     check_loss_options(reduction, label_smoothing)
     check_int("chunk", chunk, 1)
     bound = () if axis is None else axis_if_bound(axis)
@@ -146,7 +146,7 @@ def cross_entropy_of_head(
     )
 
 
-def _check(
+def _check_operands(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,

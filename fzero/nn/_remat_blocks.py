@@ -56,7 +56,7 @@ def undo_remat_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> None:
 
 
 class _Forward:
-    """The rematerialised forward pass of a block, which replaces the block's `forward`.
+    """The forward pass of a block under remat, which replaces the block's `forward`.
 
     Attributes:
         boxes: the boxes of the block's parameters, by name, during a call.

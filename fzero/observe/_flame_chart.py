@@ -73,21 +73,21 @@ def _bars(spans: Sequence[Span]) -> Iterator[_Bar]:
 
 def _row_names(spans: Sequence[Span]) -> tuple[str, ...]:
     """Return the names of a chart's rows: as many for functions and modules as the deepest stack has, at most 8."""
-    depth = min(max([len(_stack(s)) for s in spans], default=1), _DEPTH)
+    depth = min(max([len(_span_frames(s)) for s in spans], default=1), _DEPTH)
     return ("pass", "function", *[""] * (depth - 1), "line", "operation")
 
 
-def _stack(span: Span) -> tuple[str, ...]:
+def _span_frames(span: Span) -> tuple[str, ...]:
     return span.stack or (span.function or "fzero",)
 
 
 def _names(span: Span, rows: int) -> tuple[str, ...]:
     """Return a span's name in each row; "" where its stack has no name."""
-    stack = (*_stack(span), *[""] * rows)[: rows - 3]
-    return span.phase, *stack, os.path.basename(span.line) or "-", _operation(span)
+    stack = (*_span_frames(span), *[""] * rows)[: rows - 3]
+    return span.phase, *stack, os.path.basename(span.line) or "-", _span_operation(span)
 
 
-def _operation(span: Span) -> str:
+def _span_operation(span: Span) -> str:
     return span.name.partition("::")[2] or span.name
 
 
@@ -98,8 +98,8 @@ def _without_numbers(name: str) -> str:
 
 def _colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
     """Return the colours of passes, of the most expensive functions, and of the most expensive operations, by name."""
-    functions = [(_without_numbers(_stack(s)[:_DEPTH][-1]), s.seconds) for s in spans]
-    operations = [(_operation(s), s.seconds) for s in spans]
+    functions = [(_without_numbers(_span_frames(s)[:_DEPTH][-1]), s.seconds) for s in spans]
+    operations = [(_span_operation(s), s.seconds) for s in spans]
     return _PASSES, _colours_of_top(functions, _FUNCTIONS), _colours_of_top(operations, _OPERATIONS)
 
 
@@ -111,7 +111,7 @@ def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) 
     return dict(zip(sorted(sums, key=lambda name: -sums[name]), palette, strict=False))
 
 
-def _label(text: str, share: float) -> str:
+def _cut_label(text: str, share: float) -> str:
     """Return a text cut to a share of the width; "" if not even its beginning fits."""
     room = int(_LETTERS * share)
     if len(text) <= room:
@@ -137,7 +137,7 @@ def draw(name: str, spans: Sequence[Span]) -> Any:
             colour = (operations if bar.row else passes).get(bar.text, _OTHER_COLOUR)
         extent = [(bar.start * 1e3, bar.seconds * 1e3)]
         axes.broken_barh(extent, (-bar.row - 0.9, 0.9), facecolor=colour, edgecolor="white", linewidth=0.4)
-        middle, text = (bar.start + bar.seconds / 2) * 1e3, _label(bar.text, bar.seconds / total)
+        middle, text = (bar.start + bar.seconds / 2) * 1e3, _cut_label(bar.text, bar.seconds / total)
         axes.text(middle, -bar.row - 0.45, text, ha="center", va="center", fontsize=6.5, clip_on=True)
     axes.set(xlabel="ms of operations, one after the other", xlim=(0, total * 1e3), ylim=(-len(rows), 0), title=name)
     axes.set_yticks([-row - 0.45 for row in range(len(rows))], rows)

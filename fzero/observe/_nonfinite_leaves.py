@@ -34,11 +34,11 @@ def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
         elif mesh is None:  # boxes of ranks that the user's program runs itself
             leaves = [_NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
         else:
-            leaves = _parts(path, x, mesh)
+            leaves = _nonfinite_parts(path, x, mesh)
         yield from [part for part in leaves if nonfinite_kind(part.value)]
 
 
-def _parts(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf]:
+def _nonfinite_parts(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite parts of a box, by leaf and rank. In a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
     for inner, x, axes in zip(paths, leaves, axes_of(box, mesh.axis_names), strict=True):

@@ -86,7 +86,7 @@ class Profile(FigureReport):
     def __str__(self) -> str:
         device = any(c.device_seconds for c in self.kinds)
         head = f"{self.name}: {self.seconds * 1e3:.2f} ms a step, {self.profiled_seconds * 1e3:.2f} with the profiler"
-        lines = [head, _line("", "ms", "share", "calls", "device ms" if device else "")]
+        lines = [head, _table_line("", "ms", "share", "calls", "device ms" if device else "")]
         lines += [self._row(c, device) for c in self.kinds]
         lines += ["", "the most expensive operations"]
         lines += [self._row(c, device) for c in self.operations[:8]]
@@ -98,18 +98,21 @@ class Profile(FigureReport):
         costs = [c for c in self.stacks if c.seconds >= _LEAST_ROW * total]
         if not costs:
             return []
-        rows = ["functions and modules, each with all that it calls", _line("", "ms", "share", "calls", "backward")]
+        rows = [
+            "functions and modules, each with all that it calls",
+            _table_line("", "ms", "share", "calls", "backward"),
+        ]
         for c in costs[:_ROWS]:
             label_text = "  " * (len(c.stack) - 1) + c.stack[-1]
             share, backward = f"{c.seconds / total:.1%}", f"{c.backward_seconds * 1e3:.2f}"
-            rows.append(_line(label_text, f"{c.seconds * 1e3:.2f}", share, f"{c.calls:,}", backward))
+            rows.append(_table_line(label_text, f"{c.seconds * 1e3:.2f}", share, f"{c.calls:,}", backward))
         more = len(costs) - _ROWS
         return [*rows, *([f"      and {more} more in Profile.stacks"] if more > 0 else []), ""]
 
     def _by_line(self) -> list[str]:
         """Format the most expensive source lines of one step."""
         total = sum([s.seconds for s in self.spans]) or 1.0
-        rows = ["the most expensive lines", _line("", "ms", "share", "calls", "backward")]
+        rows = ["the most expensive lines", _table_line("", "ms", "share", "calls", "backward")]
         for c in self.lines[:8]:
             label_text = f"{short_path(c.line)} {c.function}".strip() or "fzero, or without a line"
             cells = (
@@ -118,7 +121,7 @@ class Profile(FigureReport):
                 f"{c.calls:,}",
                 f"{c.backward_seconds * 1e3:.2f}",
             )
-            rows += [_line(label_text, *cells), *([f"      {c.code[:90]}"] if c.code else [])]
+            rows += [_table_line(label_text, *cells), *([f"      {c.code[:90]}"] if c.code else [])]
         return rows
 
     _caption = "a flame chart of one step"
@@ -129,7 +132,7 @@ class Profile(FigureReport):
     def _row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"
         on_device = f"{cost.device_seconds * 1e3:.2f}" if device else ""
-        return _line(_in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
+        return _table_line(_in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
 
 
 @api_boundary
@@ -171,7 +174,7 @@ def profile(
         >>> next(c.calls for c in profile.operations if c.name == "aten::mm")
         1.0
     """
-    _check(step, steps, warmup, trace)
+    _check_profiled(step, steps, warmup, trace)
 
     def run() -> float:
         args_copy, kwargs_copy = _copy(args), _copy(kwargs)
@@ -216,7 +219,7 @@ def profile(
     )
 
 
-def _check(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
+def _check_profiled(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
     """Raise an error for numbers, a path or a step that cannot be profiled."""
     check_callable("step", step, "a function, as in fzero.profile(step, params, opt_state, batch)")
     check_int("steps", steps)
@@ -316,5 +319,5 @@ def _in_words(name: str) -> str:
     return _WORDS.get(name, name.removeprefix(space))
 
 
-def _line(name: str, *cells: str) -> str:
+def _table_line(name: str, *cells: str) -> str:
     return (f"  {name[:44]:<44}" + "".join([f"{cell:>11}" for cell in cells])).rstrip()

@@ -26,20 +26,20 @@ Scalar = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in t
 
 def check_nonnegative(**values: object) -> None:
     """Check that hyperparameters, given by name, are finite numbers >= 0. The values of tensors are not checked."""
-    _check(values, "a number >= 0", lambda v: 0 <= v < math.inf)
+    _check_numbers(values, "a number >= 0", lambda v: 0 <= v < math.inf)
 
 
 def check_positive(**values: object) -> None:
     """Check that hyperparameters are positive numbers; infinity is allowed."""
-    _check(values, "a positive number", lambda v: v > 0)
+    _check_numbers(values, "a positive number", lambda v: v > 0)
 
 
 def check_fraction(**values: object) -> None:
     """Check that hyperparameters are numbers in [0, 1)."""
-    _check(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
+    _check_numbers(values, "a number in [0, 1)", lambda v: 0 <= v < 1)
 
 
-def _check(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
+def _check_numbers(values: Mapping[str, object], expected: str, holds: Callable[[Any], bool]) -> None:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             continue  # reading its value would break a trace

@@ -31,7 +31,7 @@ def stack(batches: Sequence[dict[str, Any]], together: bool) -> list[MicroBatch]
         TypeError: if a value mixes tensors with others.
     """
     split = [_split(batch) for batch in batches]
-    alike = all(_signature(x) == _signature(split[0]) for x in split)
+    alike = all(_batch_signature(x) == _batch_signature(split[0]) for x in split)
     groups = [split] if together and alike else [[x] for x in split]
     return [
         MicroBatch(tree.map(lambda *xs: torch.stack(xs), *[tensors for tensors, _ in group]), group[0][1], len(group))
@@ -51,6 +51,6 @@ def _split(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, constants
 
 
-def _signature(split: tuple[dict[str, Any], dict[str, Any]]) -> Any:
+def _batch_signature(split: tuple[dict[str, Any], dict[str, Any]]) -> Any:
     leaves, structure = tree.flatten(split[0])
     return structure, [(x.shape, x.dtype) for x in leaves], split[1]

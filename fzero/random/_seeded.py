@@ -99,7 +99,7 @@ def call_with_key(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs
 def next_key() -> torch.Tensor | None:
     """Take the key of the next draw from the running seeded function; return None outside any.
 
-    A caller that runs a function twice, such as a rematerialisation, calls `call_with_key` with this key both times.
+    A caller that runs a function twice, such as remat, calls `call_with_key` with this key both times.
     """
     return _RUNNING.stack[-1].next_key() if _RUNNING.stack else None
 

@@ -121,7 +121,7 @@ def all_gather_numbers(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     return [x.tolist() for x in theirs]
 
 
-def _describe(x: Any) -> str:
+def _describe_properties(x: Any) -> str:
     """Describe the properties of a leaf or box that must be the same on all ranks."""
     return "PerRank" if isinstance(x, PerRank) else tree.show(x)
 
@@ -160,7 +160,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
             coordinates = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
             other = first.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
             if all_sums[other][n] != all_sums[rank][n]:
-                raise DiffersByRankError(_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
+                raise DiffersByRankError(_disagreement_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
 
 
 def _check_sources(label: str, values: Any, mesh: Mesh) -> None:
@@ -201,7 +201,9 @@ def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
     if not mesh.distributed:
         return
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
-    lines = [f"{tree.leaf_name(label, path)} is {_describe(x)}" for path, x in zip(paths, entries, strict=True)]
+    lines = [
+        f"{tree.leaf_name(label, path)} is {_describe_properties(x)}" for path, x in zip(paths, entries, strict=True)
+    ]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     digests = all_gather_numbers(torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device="cpu"), mesh)
     if any(x != digests[0] for x in digests):
@@ -210,7 +212,7 @@ def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
         _raise_first_difference(all_lines)
 
 
-def _message(label: str, one: int, other: int, axes: tuple[str, ...]) -> str:
+def _disagreement_message(label: str, one: int, other: int, axes: tuple[str, ...]) -> str:
     if axes:
         return (
             f"{label} differs between rank {one} and rank {other}, but its box says that it differs along "

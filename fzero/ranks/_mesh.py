@@ -392,7 +392,7 @@ class Mesh:
         if callable(batch):
             ranks = range(self._ranks(names)) if self.simulated else [self.index(names)]
             parts = [batch(r) for r in ranks]
-            batch = _stack(parts) if self.simulated else parts[0]
+            batch = _stack_ranks(parts) if self.simulated else parts[0]
 
         def check(path: str, x: Any) -> torch.Tensor:
             _check_tensor("batch", path, x)
@@ -464,7 +464,7 @@ def _check_tensor(label: str, path: str, x: Any) -> None:
         )
 
 
-def _stack(parts: list[Any]) -> Any:
+def _stack_ranks(parts: list[Any]) -> Any:
     """Stack the ranks' trees leaf by leaf."""
     columns = [tree.leaves_up_to(parts[0], part) for part in parts]
     paths, _, structure = tree.flatten_with_paths(parts[0])

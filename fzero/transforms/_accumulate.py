@@ -65,7 +65,7 @@ def accumulate(
         total = total + value
         auxes.append(aux)
         _consume_into(gradients, torch.add, new)
-    return total, auxes[0] if micro_batches == 1 else tree.map(_stack, *auxes), gradients
+    return total, auxes[0] if micro_batches == 1 else tree.map(_stack_leaves, *auxes), gradients
 
 
 def _record_iteration(
@@ -168,7 +168,7 @@ def _consume_into(xs: list[Any], f: Callable[[Any, Any], Any], ys: list[Any]) ->
         xs[i] = f(xs[i], stack.pop())
 
 
-def _stack(*xs: Any) -> Any:
+def _stack_leaves(*xs: Any) -> Any:
     return torch.stack(xs) if isinstance(xs[0], torch.Tensor) else xs[-1]
 
 

@@ -1,4 +1,4 @@
-"""A call of a rematerialised block as a function of tensors, which can run again later in another context."""
+"""A call of a block under remat as a function of tensors, which can run again later in another context."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

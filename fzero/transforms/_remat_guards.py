@@ -1,4 +1,4 @@
-"""Guards of a rematerialised block: they refuse tensors whose gradients would be lost.
+"""Guards of a block under remat: they refuse tensors whose gradients would be lost.
 
 A tensor's gradient is lost if the block captures the tensor, or computes it and stores it outside its results. The
 block runs below all transforms that are active at its call, on tensors that do not require grad. So a tensor that a
@@ -79,10 +79,10 @@ class Guard(TorchFunctionMode):
                 if not _are_stored([x], tensors):
                     continue
                 raise ValueError(
-                    f"remat: a tensor {_describe(x)} that the block computed from its arguments is held elsewhere than "
-                    "in its result: by an attribute, a list, or a hook that collects tensors (output_attentions or "
-                    "output_router_logits of transformers). Its gradient would be lost: return it from the block, or "
-                    "detach() it"
+                    f"remat: a tensor {_describe_tensor(x)} that the block computed from its arguments is held "
+                    "elsewhere than in its result: by an attribute, a list, or a hook that collects tensors "
+                    "(output_attentions or output_router_logits of transformers). Its gradient "
+                    "would be lost: return it from the block, or detach() it"
                 )
 
 
@@ -145,12 +145,12 @@ def _has_contents(cell: Any) -> bool:
         return False
 
 
-def _describe(x: torch.Tensor) -> str:
+def _describe_tensor(x: torch.Tensor) -> str:
     return format_tensor(x.dtype, x.shape)
 
 
 def _capture_message(x: torch.Tensor) -> str:
     return (
-        f"remat: the block uses a tensor {_describe(x)} that was not given as an argument, and that is differentiated, "
-        "or differs by rank or example: the backward pass would lose it; pass it as an argument"
+        f"remat: the block uses a tensor {_describe_tensor(x)} that was not given as an argument, and that is "
+        "differentiated, or differs by rank or example: the backward pass would lose it; pass it as an argument"
     )

@@ -1,4 +1,4 @@
-"""The runs of a rematerialised block: the first run records, and later runs compute derivatives."""
+"""The runs of a block under remat: the first run records, and later runs compute derivatives."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _Devices = dict[int, torch.device]
 """The indices of offloaded tensors, and the devices that they come from."""
 
 
-def _offload(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> tuple[list[torch.Tensor], _Devices]:
+def _copy_to_host(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> tuple[list[torch.Tensor], _Devices]:
     """Copy the computed tensors among `indices` to the host. Leaves, such as parameters, stay alive in any case.
 
     Autograd tracks the copies, since a second derivative differentiates through them.
@@ -190,7 +190,7 @@ class RematFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(*[y for i, y in enumerate(outputs) if i not in ctx.floats])
         ctx.set_materialize_grads(False)
         ctx.save_for_forward(*tensors)
-        saved, ctx.devices = _offload(tensors, computation.offload_indices)
+        saved, ctx.devices = _copy_to_host(tensors, computation.offload_indices)
         ctx.save_for_backward(*saved)
 
     @staticmethod

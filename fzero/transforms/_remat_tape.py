@@ -21,11 +21,11 @@ _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", 
 
 def is_matmul(op: OpOverload) -> bool:
     """Return whether an operation is a matrix product, a convolution or an attention."""
-    name = _name(op)
+    name = _operation_name(op)
     return name in _MATMULS or name.startswith("_scaled_dot_product_")
 
 
-def _name(op: OpOverload) -> str:
+def _operation_name(op: OpOverload) -> str:
     """Return an operation's name without overload and in-place suffix.
 
     Dropout may be in place in one run and not in the other, since this depends on whether autograd tracks its input.
@@ -75,15 +75,15 @@ class OperationLog(NamedTuple):
 
 def _call_of(op: OpOverload, args: Any, kwargs: Any) -> str:
     shown = ", ".join([format_tensor(x.dtype, x.shape) for x in tensors([args, kwargs])])
-    return f"{_name(op)}({shown})"
+    return f"{_operation_name(op)}({shown})"
 
 
 def _is_dropout(op: OpOverload) -> bool:
-    return _name(op) == "native_dropout"  # its mask determines its result
+    return _operation_name(op) == "native_dropout"  # its mask determines its result
 
 
 def _is_mask(op: OpOverload) -> bool:
-    return _name(op) == "bernoulli"  # 0 or 1, which fits in a byte
+    return _operation_name(op) == "bernoulli"  # 0 or 1, which fits in a byte
 
 
 def _apply_dropout(mask: torch.Tensor, x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:

@@ -86,7 +86,7 @@ def _sizes(text: str) -> tuple[int, ...] | str:
         raise argparse.ArgumentTypeError(f"{text!r}: expected sizes such as 1,8, or auto") from error
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected an int, at least 1")
     return int(text)
@@ -153,7 +153,7 @@ _PLAN = {
         _option(
             "--rows",
             f"how many to plan, those first that may be fastest; by default all, or {SEARCH_ROWS} if an axis is auto",
-            type=_count,
+            type=_parse_count,
             metavar="12",
         ),
     ],

@@ -36,7 +36,7 @@ def draw(table: "ConfigurationTable") -> Any:
         color="C3",
         va="bottom",
         ha="right",
-        transform=_edge(axes),
+        transform=_edge_transform(axes),
     )
     if table.fitting:
         best = table.fitting[0]
@@ -50,6 +50,6 @@ def draw(table: "ConfigurationTable") -> Any:
     return figure
 
 
-def _edge(axes: Any) -> Any:
+def _edge_transform(axes: Any) -> Any:
     """Return the transform whose x is a share of the axes, and whose y is in data units."""
     return axes.get_yaxis_transform()

@@ -127,7 +127,7 @@ def _rows(table: "ConfigurationTable") -> Any:
             verdict, style = f"{format_bytes(over)} too much", "dim"
         else:
             verdict, style = "fits", "bold green" if row is fits[0] else ""
-        texts = _cells(row)
+        texts = _row_cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
         along = [format_bytes(n) if (n := row.traffic_bytes.get(axis, 0)) else "-" for axis in moved_axes]
         sizes = [format_axis(row.config, name) for name in axes]
@@ -173,7 +173,7 @@ def format_remat(config: "Configuration") -> str:
     return {False: "no", True: "yes", "matmuls": "but matmuls", EVERY_SECOND: "every second"}[config.remat]
 
 
-def _cells(row: "TableRow") -> list[str]:
+def _row_cells(row: "TableRow") -> list[str]:
     """Format the numbers of a row, with suitable units."""
     c = row.config
     parts = [sum([row.device_bytes.get(kind, 0) for kind in kinds]) for kinds in _PARTS.values()]

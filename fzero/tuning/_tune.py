@@ -124,7 +124,7 @@ class ConfigurationTable(FigureReport):
         faster = [r for r in self.too_large if r.seconds < row.seconds]
         if not faster:
             return BestRow(row, "No planned configuration is faster")
-        excess, largest = faster[0].peak_bytes - self.budget, _largest(faster[0])
+        excess, largest = faster[0].peak_bytes - self.budget, _largest_kind(faster[0])
         return BestRow(
             row,
             f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
@@ -188,7 +188,7 @@ class ConfigurationTable(FigureReport):
             (c.pp == 1, "pp=2, a pipeline"),
             (True, "more ranks"),
         ]
-        parts = ", ".join([f"{format_bytes(n)} of {kind}" for kind, n in _parts(row)[:3]])
+        parts = ", ".join([f"{format_bytes(n)} of {kind}" for kind, n in _bytes_by_kind(row)[:3]])
         return (
             f"no configuration fits {format_bytes(self.budget)}: the smallest, {c}, takes "
             f"{format_bytes(row.peak_bytes)}, {format_bytes(row.peak_bytes - self.budget)} too much: {parts}. "
@@ -264,12 +264,12 @@ def _sort_by_time(rows: Iterable[TableRow]) -> list[TableRow]:
     return sorted(rows, key=lambda r: (r.seconds, r.peak_bytes))
 
 
-def _parts(row: TableRow) -> list[tuple[str, float]]:
+def _bytes_by_kind(row: TableRow) -> list[tuple[str, float]]:
     return sorted(row.device_bytes.items(), key=lambda item: -item[1])
 
 
-def _largest(row: TableRow) -> str:
-    kind, size = _parts(row)[0]
+def _largest_kind(row: TableRow) -> str:
+    kind, size = _bytes_by_kind(row)[0]
     return f"{format_bytes(size)} of {kind}"
 
 

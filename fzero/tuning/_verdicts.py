@@ -206,7 +206,7 @@ def _reason(best: TableRow, choice: TableRow) -> str:
         reasons.append(
             f"it launches its operations {choice.config.accumulation} times instead of {best.config.accumulation}"
         )
-    if (idle := _idle(choice)) > _idle(best) + _ALIKE:
+    if (idle := _idle_share(choice)) > _idle_share(best) + _ALIKE:
         reasons.append(f"its pipeline is idle for {idle:.0%} of the time")
     if choice.host_bytes > best.host_bytes:
         reasons.append("it waits for the host")
@@ -214,7 +214,7 @@ def _reason(best: TableRow, choice: TableRow) -> str:
     return f"{choice.config} takes {more:.0%} more: {text}"
 
 
-def _idle(row: TableRow) -> float:
+def _idle_share(row: TableRow) -> float:
     """Return the share of the time that the ranks of a pipeline idle, if all stages took equally long."""
     c = row.config
     return 1 - schedule(c.schedule, c.pp, c.accumulation, c.pipeline_stages).timing().efficiency if c.pp > 1 else 0.0

@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
         if args.command == "calibrate":
             return _calibrate(args)
         if args.compare:
-            return _compare(args.compare)
+            return _print_comparison(args.compare)
         cases = case_arguments(args)
         return _plan(cases[0]) if len(cases) == 1 else _plan_cases(args, cases)
     except (ValueError, OSError) as error:
@@ -313,7 +313,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(paths: Sequence[pathlib.Path]) -> int:
+def _print_comparison(paths: Sequence[pathlib.Path]) -> int:
     from rich.console import Console
 
     first, second = (ConfigurationTable.from_json(path.read_text(encoding="utf-8")) for path in paths)

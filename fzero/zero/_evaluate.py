@@ -148,7 +148,7 @@ def predict(
 def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
     """Return the axes over which examples are split, in the mesh's order, in which batches are split."""
     if not hasattr(step, "data_axes"):
-        raise TypeError(f"step is {_name(step)}: expected the step that fzero.shard(train_step, ...) returns")
+        raise TypeError(f"step is {_function_name(step)}: expected the step that fzero.shard(train_step, ...) returns")
     axes = step.data_axes if axis is None else step.mesh.names(axis)
     if other := [name for name in axes if name not in step.data_axes]:
         raise ValueError(f"axis={axis!r}: {other[0]!r} is not among the axes of the step's batch, {step.data_axes}")
@@ -169,7 +169,9 @@ def _examples(name: str, f: Any, values: Any) -> int:
     """Return the number of a rank's examples, and check that each leaf has one value, or one row, per example."""
     paths, leaves, _ = tree.flatten_with_paths(values)
     if not leaves:
-        raise ValueError(f"fzero.{name}: {_name(f)} returns no tensor: return a tree with a tensor for each metric")
+        raise ValueError(
+            f"fzero.{name}: {_function_name(f)} returns no tensor: return a tree with a tensor for each metric"
+        )
     for path, x in zip(paths, leaves, strict=True):
         max_ndim = 1 if name == "evaluate" else math.inf
         if not isinstance(x, torch.Tensor) or not 1 <= x.ndim <= max_ndim or x.shape[0] != leaves[0].shape[0]:
@@ -178,16 +180,16 @@ def _examples(name: str, f: Any, values: Any) -> int:
             )
             expected += "; for a pipelined loss pass loss.outputs(last)" if isinstance(f, Pipeline) else ""
             raise ValueError(
-                f"fzero.{name}: {_name(f)} returns {tree.leaf_name('value', path)} as {tree.show(x)}: "
+                f"fzero.{name}: {_function_name(f)} returns {tree.leaf_name('value', path)} as {tree.show(x)}: "
                 f"expected {expected}"
             )
     return leaves[0].shape[0]
 
 
-def _name(f: Any) -> str:
+def _function_name(f: Any) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
 def _program(step: ShardedStep, f: Any, program: Any) -> Callable[..., Any]:
-    program.__name__ = _name(f)
+    program.__name__ = _function_name(f)
     return step.program(program)

@@ -178,7 +178,9 @@ def _check_unwritten(history: CallHistory, call: Any) -> None:
             comparisons.append((path, checksum(x), record.checksum))
     if not comparisons:
         return
-    differ = _stack([now for _, now, _ in comparisons]) != _stack([before for _, _, before in comparisons])
+    differ = _stack_checksums([now for _, now, _ in comparisons]) != _stack_checksums(
+        [before for _, _, before in comparisons]
+    )
     for (path, _, _), is_other in zip(comparisons, differ.tolist(), strict=True):
         if is_other:
             raise CorruptionError(
@@ -195,7 +197,7 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
     """
     paths, leaves, _ = tree.flatten_with_paths(out)
     paths = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)]
-    differs_here = _stack([checksum(x) for x in tree.tensors(out)]) != _stack(sums)
+    differs_here = _stack_checksums([checksum(x) for x in tree.tensors(out)]) != _stack_checksums(sums)
     flags_here = differs_here.long()
     differ = all_gather_numbers(flags_here, mesh) if mesh.distributed else [flags_here.tolist()]
     ranks = [rank for rank, flags in enumerate(differ) if any(flags)]
@@ -212,7 +214,7 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
     )
 
 
-def _stack(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stack_checksums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack checksums on the accelerator if one lies there: a state has tensors on both, such as a count on the CPU."""
     device = next((x.device for x in sums if x.device.type != "cpu"), torch.device("cpu"))
     return torch.stack([x.to(device) for x in sums])

@@ -111,7 +111,7 @@ BLOCKS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize(
     "name,simulate", cases(zip(BLOCKS, itertools.cycle(MESHES)), itertools.product(BLOCKS, MESHES))
 )
-def test_copies_within_a_rematerialised_block_are_refused(name, simulate):
+def test_copies_within_a_block_under_remat_are_refused(name, simulate):
     def loss(p: Any, batch: Any) -> torch.Tensor:
         return (BLOCKS[name](p, batch["x"] @ p["inp"]) - batch["y"]).square().mean()
 
@@ -120,7 +120,7 @@ def test_copies_within_a_rematerialised_block_are_refused(name, simulate):
 
 
 @pytest.mark.parametrize("simulate", MESHES)
-def test_a_rematerialised_block_may_make_one_value_of_copies(simulate):
+def test_a_block_under_remat_may_make_one_value_of_copies(simulate):
     """Copies are one block's results, and arguments of another, in which each rank goes on with its own."""
 
     def loss(p: Any, batch: Any) -> torch.Tensor:

@@ -192,7 +192,7 @@ def elements_moved_are_the_simulations(mesh: fzero.ranks.Mesh) -> None:
 
 
 @case
-def rematerialised_blocks_are_gathered_in_each_pass(mesh: fzero.ranks.Mesh) -> None:
+def blocks_under_remat_are_gathered_in_each_pass(mesh: fzero.ranks.Mesh) -> None:
     n, opt, layers, width = dict(mesh.shape)["dp"], optim.adam(1e-2), 3, 7
     block = fzero.remat(lambda p, x: torch.tanh(x @ p["w"]))
 

@@ -10,7 +10,7 @@ import fzero
 from fzero import _torch, optim, tree
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.ir import graph_results, is_input
-from fzero.graph.run._segment import _key
+from fzero.graph.run._segment import _graph_key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.helpers import LEAST
 from tests.memory import peak_bytes
@@ -27,7 +27,9 @@ def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
     graph = _torch.trace(f, stand_ins).graph
     for node, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         node.meta["val"] = x
-    return Code(graph, stand_ins, [n.meta["val"] for n in graph_results(graph)], name or name_of_code(_key(graph)))
+    return Code(
+        graph, stand_ins, [n.meta["val"] for n in graph_results(graph)], name or name_of_code(_graph_key(graph))
+    )
 
 
 def copied(values: Any) -> Any:

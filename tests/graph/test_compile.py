@@ -23,7 +23,7 @@ import fzero._torch.compiler_process as compiler_process
 from fzero import _torch, optim
 from fzero.graph.ir import is_input
 from fzero.graph.run import _auto_backend, _backends, _segment_compiler, _workers
-from fzero.graph.run._segment import _key
+from fzero.graph.run._segment import _graph_key
 from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
 from fzero.graph.run._workers import Workers, _spare_cores
 from tests.graph.helpers import bitwise, code_of, needs_compiler
@@ -149,7 +149,7 @@ def test_a_graph_is_the_same_in_another_process():
     graph, stand_ins, outputs = make()
     for node, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         node.meta["val"] = x
-    assert name_of_code(_key(graph)) == code.name
+    assert name_of_code(_graph_key(graph)) == code.name
     for there, here in ((stand_ins, code.stand_ins), (outputs, code.outputs)):
         assert [(x.shape, x.stride(), x.dtype, x.device) for x in there] == [
             (x.shape, x.stride(), x.dtype, x.device) for x in here

@@ -198,7 +198,7 @@ def renamed(new: str) -> Change:
     return Change(f"renamed({new!r})", _is_symbol, (), made)
 
 
-def elsewhere(symbol: str, change: Change) -> Change:
+def in_symbol(symbol: str, change: Change) -> Change:
     """Make a change in another symbol of the file."""
     return change._replace(symbol=symbol)
 

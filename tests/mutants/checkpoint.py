@@ -1,6 +1,6 @@
 """Faults in fzero/checkpoint."""
 
-from tests.mutants.changes import after, always, bare, becomes, before, dropped, elsewhere, never, returns, skipped
+from tests.mutants.changes import after, always, bare, becomes, before, dropped, in_symbol, never, returns, skipped
 from tests.mutants.mutant import Fault, File, on_processes
 
 CHUNKS = ("tests/checkpoint/layout/test_chunks.py",)
@@ -170,7 +170,7 @@ MUTANTS = [
         ),
         Fault(
             "padding in a file is uninitialised memory",
-            "_zeros",
+            "_zeros_on_device",
             becomes("torch.zeros", "torch.full"),
             ("tests/checkpoint/test_laws.py", "-k", "padding"),
         ),
@@ -200,7 +200,7 @@ MUTANTS = [
             "_SaveRun._save_as_leader",
             (
                 before("return A.B.C(D(A.E, F), A.G)", "F.enter_context(A.files.exclusive())"),
-                elsewhere("_SaveRun._lock_and_write", skipped("A.enter_context(B.C.D())")),
+                in_symbol("_SaveRun._lock_and_write", skipped("A.enter_context(B.C.D())")),
             ),
             ON_GLOO,
         ),
@@ -266,7 +266,7 @@ MUTANTS = [
         Fault("a manifest of any length is read", "read_manifest", never("A > B")),
         Fault("a manifest is written that no load reads", "Manifest.encode", never("len(A) > B")),
         Fault("a manifest of many lists is written", "Manifest.encode", skipped("check_containers(A)")),
-        Fault("a leaf may have a million dimensions", "_leaf", always("len(A) <= B")),
+        Fault("a leaf may have a million dimensions", "_parse_leaf", always("len(A) <= B")),
     ),
     *File("checkpoint/layout/_bounded_json.py", FUZZ).faults(
         Fault("a small text takes all memory", "check_containers", never("count > _MOST")),

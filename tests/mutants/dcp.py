@@ -13,9 +13,13 @@ MUTANTS = [
         Fault("the argument `name` of dcp.load is ignored", "load.prepare", becomes("name", "None")),
     ),
     *File("_torch/dcp.py", FUZZ).faults(
-        Fault("metadata of DCP may name files outside its folder", "_check", dropped("not any(A in B for A in C)")),
+        Fault(
+            "metadata of DCP may name files outside its folder",
+            "_check_metadata",
+            dropped("not any(A in B for A in C)"),
+        ),
         Fault("metadata of DCP sets attributes of classes", "_Unpickler.load_build", never("A or B")),
-        Fault("a path in metadata of DCP doubles without end", "_path", never("A > B")),
+        Fault("a path in metadata of DCP doubles without end", "_joined_path", never("A > B")),
     ),
     *File("checkpoint/dcp/_metadata_reader.py", FUZZ).faults(
         Fault("as many bytes are read as metadata of DCP says", "CheckedReader.read_data", dropped("A + B > C")),
@@ -30,10 +34,10 @@ MUTANTS = [
     *File("checkpoint/_differences.py", COMMAND).faults(
         Fault(
             "diff counts the bytes that differ, not the elements",
-            "_compare",
+            "_compare_leaves",
             (becomes("z.numel()", "-1"), becomes("-1", "1", at="2 of 2")),
         ),
-        Fault("diff shows the last difference, not the largest", "_compare", bare("max(B, A, key=C)")),
+        Fault("diff shows the last difference, not the largest", "_compare_leaves", bare("max(B, A, key=C)")),
     ),
     *File("checkpoint/_export_file.py", COMMAND).faults(
         Fault("an export ignores the dtype that was asked for", "_read_leaves", bare("A.to(B(C, D))")),

@@ -1,6 +1,6 @@
 """Faults in fzero/parallel/experts."""
 
-from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, returns, skipped, swapped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, in_symbol, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File
 
 ROUTE = ("tests/parallel/experts/test_route.py",)
@@ -92,7 +92,7 @@ MUTANTS = [
             "_send_order",
             (
                 becomes("A.sort(stable=True)", "A.sort(stable=True, descending=True)"),
-                elsewhere(
+                in_symbol(
                     "_expert_order",
                     returns("torch.argsort(boundaries.cumsum(1)[:, :-1].flatten(), stable=True, descending=True)"),
                 ),
@@ -118,7 +118,7 @@ MUTANTS = [
             "_mm",
             (
                 becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]"),
-                elsewhere("_outer", becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]")),
+                in_symbol("_outer", becomes("A.tolist()", "[*A.tolist()[:-1], len(x)]")),
             ),
         ),
         Fault("rows behind the last expert's are not masked", "_mm", constant(0, 1, at="2 of 4")),
@@ -201,7 +201,9 @@ MUTANTS = [
             returns("weight.mT if module.is_transposed else weight"),
         ),
         Fault("biases are left out", "_run_experts", never("A.has_bias", at="1 of 2")),
-        Fault("the number of experts is read from the rank's part", "_count", bare("getattr(B, 'num_experts', A)")),
+        Fault(
+            "the number of experts is read from the rank's part", "_count_experts", bare("getattr(B, 'num_experts', A)")
+        ),
         Fault(
             "a module that is no known mixture of experts is split",
             "_axis_of",

@@ -7,7 +7,7 @@ from tests.mutants.changes import (
     becomes,
     constant,
     dropped,
-    elsewhere,
+    in_symbol,
     negated,
     never,
     returns,
@@ -77,7 +77,7 @@ MUTANTS = [
         Fault(
             '"inductor-whole" gets graphs with in-place writes',
             "_pass_context",
-            (never("A.backend == 'inductor-whole'"), elsewhere("_trace_step", never("A.backend == 'inductor-whole'"))),
+            (never("A.backend == 'inductor-whole'"), in_symbol("_trace_step", never("A.backend == 'inductor-whole'"))),
             SLOW_ON_GLOO,
         ),
         Fault(
@@ -128,7 +128,7 @@ MUTANTS = [
             "workspace_bytes",
             (
                 becomes("not A or B", "not A or not A"),
-                elsewhere("_promoted_bytes", becomes("any(A for B in operands)", "not operands")),
+                in_symbol("_promoted_bytes", becomes("any(A for B in operands)", "not operands")),
             ),
         ),
         Fault("the copy of a convolution's operand is not counted", "workspace_bytes", returns("0", at="4 of 6")),
@@ -309,7 +309,7 @@ MUTANTS = [
         Fault("storages are freed before their operation's others are made", "simulate_allocator", constant(2, 1)),
     ),
     *File("graph/_trace_agreement.py", ("tests/graph/test_ops.py",)).faults(
-        Fault("ranks with different GPU indices disagree on the graph", "_signature", bare("_DEVICE.sub(B, A)")),
+        Fault("ranks with different GPU indices disagree on the graph", "_node_signature", bare("_DEVICE.sub(B, A)")),
     ),
     *File("graph/_trace_agreement.py", ORDER).faults(
         Fault(
@@ -384,19 +384,19 @@ MUTANTS = [
         ),
         Fault(
             "a value that depends on the first micro-batch counts as equal in all",
-            "_compare",
+            "_compare_runs",
             dropped("depends_on_first"),
             UNROLLED,
         ),
         Fault(
             "results of micro-batches are not compared",
-            "_compare",
+            "_compare_runs",
             becomes("A is not B.get(C, C) or C in varying", "A is None"),
             UNROLLED,
         ),
         Fault(
             "random draws of the second recording stay in the graph",
-            "_compare",
+            "_compare_runs",
             becomes("reversed(A)", "reversed(second)"),
         ),
         Fault("sums of a loop do not have the strides of what is added", "_add_initial_sum", bare("(-B.stride(A), A)")),

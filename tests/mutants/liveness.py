@@ -69,7 +69,7 @@ MUTANTS = [
             becomes("since if size == tcp.acknowledged else now", "since"),
         ),
         Fault("a peer that does not read is a sign of work", "_read_connection", becomes("A != _PROBE", "True")),
-        Fault("the network is no work", "ProcessMonitor.sample", skipped("self._count(('network', A), B)")),
+        Fault("the network is no work", "ProcessMonitor.sample", skipped("self._add_seconds(('network', A), B)")),
     ),
     *File("_liveness/_cut_links.py", LINKS).faults(
         Fault("a link that answers is cut", "LinkWatch._is_cut", always("now - self._echoed[link] > A")),

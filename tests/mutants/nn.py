@@ -30,7 +30,9 @@ MUTANTS = [
             becomes("largest_magnitudes(x)", "largest_magnitudes(x.mT)"),
         ),
         Fault(
-            "weights take the scale of inputs", "_product", becomes("*b_operand", "b_operand.codes, a_operand.scale")
+            "weights take the scale of inputs",
+            "_scaled_product",
+            becomes("*b_operand", "b_operand.codes, a_operand.scale"),
         ),
         Fault(
             "tensorwise gradients are rounded to e4m3", "float8_linear", becomes("torch.float8_e5m2", "_VALUE_DTYPE")

@@ -63,7 +63,7 @@ MUTANTS = [
             "_in_unit",
             becomes("A(B.C, D, E, F)", "A(B.C, 0, E, F)"),
         ),
-        Fault("every rank reports rank 0's part", "_parts", becomes("x[A]", "x[0]")),
+        Fault("every rank reports rank 0's part", "_nonfinite_parts", becomes("x[A]", "x[0]")),
     ),
     *File("_torch/call_site.py", DEBUG).faults(
         Fault(

@@ -271,9 +271,11 @@ MUTANTS = [
         Fault("all operations count as bound by products", "Work.limit", always("A.seconds == A.products")),
     ),
     *File("transforms/_remat_runs.py", REMAT).faults(
-        Fault("remat's offload moves parameters to the host", "_offload", dropped("not A[B].is_leaf")),
-        Fault("remat's offload moves 0-d values to the host", "_offload", dropped("A[B].dim()")),
-        Fault("remat's offload copies without autograd", "_offload", becomes("torch.enable_grad", "torch.no_grad")),
+        Fault("remat's offload moves parameters to the host", "_copy_to_host", dropped("not A[B].is_leaf")),
+        Fault("remat's offload moves 0-d values to the host", "_copy_to_host", dropped("A[B].dim()")),
+        Fault(
+            "remat's offload copies without autograd", "_copy_to_host", becomes("torch.enable_grad", "torch.no_grad")
+        ),
     ),
     *File("transforms/_block_call.py", REMAT).faults(
         Fault("remat's offload moves boxes to the host", "BlockCall.offload_indices", bare("A - self.arguments.B()")),

@@ -186,7 +186,7 @@ MUTANTS = [
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
     ),
     *File("optim/matrices/_adafactor.py", ("tests/test_default_device.py",)).faults(
-        Fault("Adafactor's sharded means lie on the default device", "_zeros", becomes("A.data.device", "None")),
+        Fault("Adafactor's sharded means lie on the default device", "_zero_means", becomes("A.data.device", "None")),
     ),
     *File("optim/matrices/_factored_sums.py", WRAPPERS).faults(
         Fault(

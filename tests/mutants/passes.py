@@ -20,7 +20,8 @@ ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
 OVERWRITE = ("tests/graph/passes/test_overwrite.py",)
-REMATERIALIZE = ("tests/graph/passes/test_rematerialize.py",)
+RECOMPUTE = ("tests/graph/passes/test_recompute.py",)
+REGATHER = ("tests/graph/passes/test_regather.py",)
 ORDER = ("tests/graph/passes/test_schedule.py",)
 
 
@@ -148,7 +149,7 @@ MUTANTS = [
         ),
         Fault("a result may lie in an argument that is already reused", "donate", bare("{*B, *A}")),
     ),
-    *File("graph/passes/_regather.py", REMATERIALIZE).faults(
+    *File("graph/passes/_regather.py", REGATHER).faults(
         Fault("re-gathering counts a unit's bytes at each use", "_exceeds_reuse", always("A not in B")),
     ),
     *File("graph/passes/_bucket.py", BUCKETS).faults(
@@ -168,7 +169,7 @@ MUTANTS = [
             LIVE_RANGES,
         ),
     ),
-    *File("graph/passes/_recompute.py", REMATERIALIZE).faults(
+    *File("graph/passes/_recompute.py", RECOMPUTE).faults(
         Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
         Fault(
             "an item of a tuple counts as live while another item is",

@@ -40,9 +40,13 @@ MUTANTS = [
         Fault("a view's base that autograd holds is not seen", "_keeps_base", dropped("A <= B + 1")),
     ),
     *File("_torch/stand_ins.py", ("tests/_torch/test_stand_ins.py",)).faults(
-        Fault("1 and True share a cache entry of stand-ins", "_key", becomes("return A, B", "return B", at="2 of 2")),
-        Fault("stand-ins with different strides share a cache entry", "_key", dropped("A.stride()")),
-        Fault("stand-ins with different dtypes share a cache entry", "_key", dropped("A.dtype")),
+        Fault(
+            "1 and True share a cache entry of stand-ins",
+            "_argument_key",
+            becomes("return A, B", "return B", at="2 of 2"),
+        ),
+        Fault("stand-ins with different strides share a cache entry", "_argument_key", dropped("A.stride()")),
+        Fault("stand-ins with different dtypes share a cache entry", "_argument_key", dropped("A.dtype")),
         Fault(
             "whether operands share memory is not in the key of the cache of stand-ins",
             "StandInCache.call",

@@ -40,7 +40,7 @@ MUTANTS = [
     ),
     *File("observe/_flame_chart.py", PROFILING).faults(
         Fault("a profile colours its cheapest lines", "_colours_of_top", bare("-A")),
-        Fault("labels of narrow bars overlap", "_label", constant(4, 0)),
+        Fault("labels of narrow bars overlap", "_cut_label", constant(4, 0)),
         Fault("bars are joined across different callers", "_bars", becomes("A[0][: C + 1]", "A[0][C : C + 1]")),
     ),
     *File("graph/run/_clock.py", PROFILING).faults(

@@ -1,6 +1,6 @@
 """Faults in where ranks are, and in how they run: fzero/ranks, and lockstep in fzero/axes."""
 
-from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, in_symbol, never, skipped, swapped
 from tests.mutants.mutant import STEP, Fault, File
 
 MEET = ("tests/ranks/test_handshake.py",)
@@ -40,7 +40,7 @@ MUTANTS = [
             "_as_rank_0",
             (
                 becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
-                elsewhere("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
+                in_symbol("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
             ),
         ),
         Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),

@@ -1,6 +1,6 @@
 """Faults in fzero/graph/run."""
 
-from tests.mutants.changes import always, bare, becomes, constant, dropped, elsewhere, never, skipped, swapped
+from tests.mutants.changes import always, bare, becomes, constant, dropped, in_symbol, never, skipped, swapped
 from tests.mutants.mutant import LENGTHS, LOOP_PLANS, LOOPS, SLICE_OF_GATHER, UNROLLED, Fault, File, on_processes
 
 ARRIVING = ("tests/graph/run/test_loop.py",)
@@ -46,7 +46,7 @@ MUTANTS = [
         Fault(
             "scalars are computed in the loops that read them",
             "read_by_kernels",
-            (never("A in B"), elsewhere("split_into_subgraphs", never("A in scalars"))),
+            (never("A in B"), in_symbol("split_into_subgraphs", never("A in scalars"))),
         ),
         Fault(
             "each unit's scalars are a group of their own",
@@ -140,12 +140,12 @@ MUTANTS = [
     *File("graph/run/_workers.py", COMPILE).faults(
         Fault(
             "a worker does not end with the process that started it",
-            "_work",
+            "_compile_segments",
             becomes("threading.Thread(..., target=A)", "threading.Thread(..., target=print)"),
         ),
         Fault(
             "a worker stops at a segment that does not compile",
-            "_work",
+            "_compile_segments",
             becomes("lambda A: B(A, C[A.name])", "compile_and_mark"),
         ),
         Fault("each rank takes all cores", "_spare_cores", becomes("max(A, 1)", "min(1, A, 1)")),

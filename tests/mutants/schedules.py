@@ -125,7 +125,7 @@ MUTANTS = [
         ),
         Fault(
             "rows of a dict need not be numbered from 0",
-            "_cells",
+            "_table_cells",
             becomes("set(A) != {*range(len(A))}", "False and set(A) != {*range(len(A))}"),
         ),
     ),

@@ -1,6 +1,6 @@
 """Faults in fzero/sharding."""
 
-from tests.mutants.changes import bare, becomes, before, constant, dropped, elsewhere, never, returns
+from tests.mutants.changes import bare, becomes, before, constant, dropped, in_symbol, never, returns
 from tests.mutants.mutant import AXES, HALF, LAWS, LIVE_RANGES, WRITES, Fault, File
 
 FLAT = ("tests/sharding/maps/test_flat.py",)
@@ -23,9 +23,9 @@ MUTANTS = [
             "Shard",
             (
                 before("class A(...): ...", "_LAST: dict = {}"),
-                elsewhere("Shard.__init__", becomes("A is None", "_LAST.setdefault(spec_id, A) is None")),
-                elsewhere("Shard.__init__", becomes("A(B, C(D))", "A(_LAST[spec_id], C(D))")),
-                elsewhere("box_of", becomes("A(B, spec_id)", "A(B, spec_id, _LAST.get(spec_id))")),
+                in_symbol("Shard.__init__", becomes("A is None", "_LAST.setdefault(spec_id, A) is None")),
+                in_symbol("Shard.__init__", becomes("A(B, C(D))", "A(_LAST[spec_id], C(D))")),
+                in_symbol("box_of", becomes("A(B, spec_id)", "A(B, spec_id, _LAST.get(spec_id))")),
             ),
             LAWS,
         ),

@@ -122,7 +122,7 @@ MUTANTS = [
         Fault("a norm on part of a sequence does not enter", "install", never("A == 'norm'")),
     ),
     *File("parallel/tensor/_sequence.py", LAYERS).faults(
-        Fault("a module that needs all tokens gets part of them", "_kind", always("is_norm")),
+        Fault("a module that needs all tokens gets part of them", "_boundary_kind", always("is_norm")),
     ),
     *File("collectives/_check_copies.py", COPIES).faults(
         Fault("calls on copies are not recorded", "note_call", skipped("A.has_calls |= bool(B)")),
@@ -142,7 +142,7 @@ MUTANTS = [
         ),
         Fault(
             "sums outside a remat block are not checked",
-            "_check",
+            "_check_calls_over",
             becomes("A(B, C, D, E).F[G] = (H.name, I)", "A(B, C, D, E).F.get(G)"),
         ),
         Fault(

@@ -307,7 +307,7 @@ MUTANTS = [
             becomes("c.global_batch", "c.global_batch * c.micro_batch"),
         ),
         Fault("an export has another stage", "deepspeed", becomes("c.stage", "c.stage - 1")),
-        Fault("DeepSpeed offloads a share at every stage", "_offload", always("A and B")),
+        Fault("DeepSpeed offloads a share at every stage", "_offload_section", always("A and B")),
     ),
     *File("tuning/exports/_fsdp2.py", EXPORTS).faults(
         Fault("FSDP2 reshards at stage 2", "_shard_model", becomes("c.stage == 3", "c.stage >= 2")),

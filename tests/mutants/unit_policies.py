@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     *File("sharding/units/_units_by_size.py", UNITS).faults(
         Fault("sizes are those of all kinds", "by_size", becomes("A(B, x, C)", "()")),
-        Fault("leaves over different axes share a unit", "_kind", always("A is None")),
-        Fault("leaves with different splits share a unit", "_kind", bare("tuple(sorted(B or A))")),
+        Fault("leaves over different axes share a unit", "_unit_key", always("A is None")),
+        Fault("leaves with different splits share a unit", "_unit_key", bare("tuple(sorted(B or A))")),
         Fault("a list counts as a level", "_nodes", becomes("not A", "1", at="1 of 2")),
         Fault("a node does not count in its depth", "_nodes", becomes("is_list", "children", at="2 of 3")),
         Fault("by_granularity may make units beyond its cap", "by_granularity", dropped("A.numel <= B")),

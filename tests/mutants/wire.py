@@ -55,7 +55,7 @@ MUTANTS = [
             "_run_on_part",
             becomes("index * a.size + a.rank", "a.rank"),
         ),
-        Fault("scales are shared along one axis alone", "_largest", becomes("reversed(axes)", "axes[:1]")),
+        Fault("scales are shared along one axis alone", "_largest_magnitudes", becomes("reversed(axes)", "axes[:1]")),
     ),
     *File("sharding/maps/_unit_maps.py", CODED).faults(
         Fault("one rank rounds a sum that it does not send", "_is_single", constant(1, 0)),

@@ -7,7 +7,7 @@ from tests.mutants.changes import (
     before,
     constant,
     dropped,
-    elsewhere,
+    in_symbol,
     never,
     skipped,
     swapped,
@@ -141,7 +141,7 @@ MUTANTS = [
             "ShardedStep.init",
             (
                 becomes("with A, torch.no_grad(): ...", "with A: ..."),
-                elsewhere("ShardedStep.partition", becomes("with A, torch.no_grad(): ...", "with A: ...")),
+                in_symbol("ShardedStep.partition", becomes("with A, torch.no_grad(): ...", "with A: ...")),
             ),
         ),
         Fault(
@@ -149,7 +149,7 @@ MUTANTS = [
             "ShardedStep.init",
             (
                 becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ..."),
-                elsewhere(
+                in_symbol(
                     "ShardedStep.partition", becomes("with A, torch.no_grad(): ...", "with torch.no_grad(): ...")
                 ),
             ),

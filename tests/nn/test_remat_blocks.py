@@ -68,7 +68,7 @@ def net(dropout: float = 0.0, tied: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("remat", (True, "matmuls"))
-def test_a_module_with_rematerialised_blocks_equals_the_plain_one(remat):
+def test_a_module_with_blocks_under_remat_equals_the_plain_one(remat):
     module, x = net(dropout=0.2)
     results = []
     for r in (False, remat):
@@ -86,7 +86,7 @@ def test_a_module_with_rematerialised_blocks_equals_the_plain_one(remat):
         itertools.product(("vmap", "lockstep"), (2, 3), (False, True)),
     ),
 )
-def test_a_sharded_module_with_rematerialised_blocks_equals_the_plain_one(sim, stage, tied):
+def test_a_sharded_module_with_blocks_under_remat_equals_the_plain_one(sim, stage, tied):
     module, x = net(tied=tied)
     mesh = fzero.mesh(dp=2, simulate=sim)
     results, gathers = [], []
@@ -109,7 +109,7 @@ def test_a_sharded_module_with_rematerialised_blocks_equals_the_plain_one(sim, s
         assert len(gathers[2]) == len(gathers[0]) + (2 if tied else len(again))
 
 
-def test_rematerialised_blocks_of_a_module_and_its_copy_are_apart():
+def test_blocks_under_remat_of_a_module_and_its_copy_are_apart():
     module, x = net()
     _, params, buffers = module_step(module, True)
     assert "forward" not in module.h[0].__dict__

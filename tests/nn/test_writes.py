@@ -157,7 +157,7 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(j
     trained(module, by_hand, jit, ignore_writes=["1.aux"])
 
 
-def test_a_tensor_that_a_rematerialised_block_stores_is_refused():
+def test_a_tensor_that_a_block_under_remat_stores_is_refused():
     with pytest.raises(ValueError, match="held elsewhere than in its result"):
         called(LEFT["an attribute"][0], remat=True)
 

@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.observe._flame_chart import _bars, _colours, _label, _row_names
+from fzero.observe._flame_chart import _bars, _colours, _cut_label, _row_names
 from fzero.observe._lines import Span, _function_at, _mark_functions, by_line
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -199,8 +199,8 @@ def test_the_most_expensive_functions_have_distinct_colours():
 
 
 def test_labels_of_a_flame_chart_are_cut_to_their_bars():
-    assert _label("Attention.forward", 0.5) == "Attention.forward" and _label("Attention.forward", 0.01) == ""
-    short = _label("Attention.forward", 0.05)
+    assert _cut_label("Attention.forward", 0.5) == "Attention.forward" and _cut_label("Attention.forward", 0.01) == ""
+    short = _cut_label("Attention.forward", 0.05)
     assert 4 <= len(short) < len("Attention.forward") and "Attention.forward".startswith(short[:-1])
 
 

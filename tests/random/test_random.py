@@ -357,8 +357,8 @@ def test_a_nested_function_has_its_own_key():
     assert a.equal(plain[0]) and c.equal(plain[1])
 
 
-def test_a_rematerialised_block_repeats_its_draws():
-    """Rematerialisation runs a block again, with the key as an argument."""
+def test_a_block_under_remat_repeats_its_draws():
+    """Remat runs a block again, with the key as an argument."""
     assert _seeded.next_key() is None
     block = lambda x: F.dropout(x, 0.5)  # noqa: E731
 

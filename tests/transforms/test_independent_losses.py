@@ -105,7 +105,7 @@ def test_the_error_of_an_independent_loss_names_at_most_a_few_leaves():
 
 
 def test_a_loss_that_reads_its_parameters_in_any_way_gives_no_notice(caplog):
-    """Frozen parts, two trees, rematerialised blocks, nothing to differentiate, and a derivative of the gradient."""
+    """Frozen parts, two trees, blocks under remat, nothing to differentiate, and a derivative of the gradient."""
     warn_once.cache_clear()
     fzero.value_and_grad(lambda head, body, x: reads({**body, **head}, x))({"b": PARAMS["b"]}, {"w": PARAMS["w"]}, X)
     fzero.value_and_grad(lambda a, b: a.sum(), argnums=(0, 1))(torch.ones(2), torch.ones(2))

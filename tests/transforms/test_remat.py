@@ -36,7 +36,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 @pytest.mark.parametrize("save", SAVES)
-def test_derivatives_of_a_rematerialised_block_equal_the_plain_ones(save, derivative):
+def test_derivatives_of_a_block_under_remat_equal_the_plain_ones(save, derivative):
     p, x = inputs(2)
     assert_trees_close(derivative(loss_of(fzero.remat(block, save)))(p, x), derivative(loss_of(block))(p, x))
 
@@ -79,13 +79,13 @@ def test_parameters_and_python_numbers_are_not_offloaded():
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_tangents_of_a_rematerialised_block_equal_the_plain_ones(save):
+def test_tangents_of_a_block_under_remat_equal_the_plain_ones(save):
     p, x = inputs()
     ys = [jvp(lambda p, x, f=f: f(p, x)["y"], (p, x), (p, x)) for f in (fzero.remat(block, save), block)]
     assert_trees_close(*ys)
 
 
-def test_results_of_a_rematerialised_block_keep_their_structure():
+def test_results_of_a_block_under_remat_keep_their_structure():
     p, x = inputs()
     y = fzero.remat(lambda p, x: {**block(p, x), "twice": (x, x), "index": x.argmax()})(p, x)
     assert y["layers"] == 1 and y["none"] is None and y["twice"][0] is y["twice"][1] and y["index"] == x.argmax()
@@ -111,11 +111,11 @@ def test_nested_remat_has_the_gradient_of_the_plain_function(outer, inner):
         return lambda p, x, scale: f(p, f(p, x, scale)["y"], scale)
 
     p, x = inputs()
-    rematerialised, plain = loss_of(fzero.remat(two(fzero.remat(block, inner)), outer)), loss_of(two(block))
-    assert_trees_close(grad(rematerialised)(p, x), grad(plain)(p, x))
+    recomputed, plain = loss_of(fzero.remat(two(fzero.remat(block, inner)), outer)), loss_of(two(block))
+    assert_trees_close(grad(recomputed)(p, x), grad(plain)(p, x))
 
 
-def test_tied_parameters_of_a_rematerialised_block_stay_tied():
+def test_tied_parameters_of_a_block_under_remat_stay_tied():
     def tied(p, x):
         assert p["w"] is p["again"] and p["w"] is not p["b"]
         return torch.tanh(x @ p["w"]) @ p["again"].T
@@ -128,7 +128,7 @@ def test_tied_parameters_of_a_rematerialised_block_stay_tied():
     assert_trees_close(grad(loss(fzero.remat(tied)))(p, x), grad(loss(tied))(p, x))
 
 
-def test_a_rematerialised_block_reruns_under_the_calls_autocast():
+def test_a_block_under_remat_reruns_under_the_calls_autocast():
     p, x = inputs()
     p, x = {k: v.float() for k, v in p.items()}, x.float()
 
@@ -172,14 +172,14 @@ def test_blocks_with_unusual_arguments_and_results_have_the_same_gradients(f):
         assert_trees_close(vmap(grad(again), (None, 0))(p["w"], xs), vmap(grad(plain), (None, 0))(p["w"], xs))
 
 
-def test_the_backward_pass_of_a_rematerialised_block_may_run_twice():
+def test_the_backward_pass_of_a_block_under_remat_may_run_twice():
     w = inputs()[0]["w"].requires_grad_()
     y = fzero.remat(lambda w: F.dropout(w.sin(), 0.5), "matmuls")(w).sum()
     first, second = [torch.autograd.grad(y, w, retain_graph=True)[0] for _ in range(2)]
     assert first.equal(second)
 
 
-def test_a_rematerialised_block_computes_no_gradient_that_is_not_needed():
+def test_a_block_under_remat_computes_no_gradient_that_is_not_needed():
     p, x = inputs()
     f = fzero.remat(lambda w, v, x: torch.tanh(x @ w) @ v)
 
@@ -225,7 +225,7 @@ def test_a_compiled_step_with_remat_equals_the_eager_one():
 
 
 @pytest.mark.slow
-def test_nested_rematerialised_blocks_run_no_garbage_collection(monkeypatch):
+def test_nested_blocks_under_remat_run_no_garbage_collection(monkeypatch):
     """An outer block holds what an inner one has computed; a collection takes a second where there are many objects."""
     monkeypatch.setattr("gc.collect", None)
     p, x = inputs()
@@ -255,7 +255,7 @@ def attention(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("save", [None, "matmuls"])
-def test_rematerialised_attention_with_a_trained_mask_equals_the_plain_one(save):
+def test_attention_under_remat_with_a_trained_mask_equals_the_plain_one(save):
     """Torch chooses another kernel where the mask needs a gradient, as in the second run."""
     torch.manual_seed(0)
     params = {name: torch.randn(8, 8) for name in "qkv"} | {"bias": torch.randn(1, 2, 5, 5)}

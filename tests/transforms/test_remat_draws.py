@@ -38,7 +38,7 @@ WORLDS = {
     "world", [pytest.param(w, marks=[needs_compiler, pytest.mark.slow] if w == "inductor" else ()) for w in WORLDS]
 )
 @pytest.mark.parametrize("save", cases((None,), ("matmuls",)))
-def test_both_runs_of_a_rematerialised_block_draw_the_same_numbers(world, save):
+def test_both_runs_of_a_block_under_remat_draw_the_same_numbers(world, save):
     w, x = torch.full((6,), 3.0, dtype=torch.float64), torch.ones(6, 6, dtype=torch.float64)
     torch.manual_seed(0)
     f = fzero.remat(fzero.remat(drops) if save is None else drops, save)
@@ -48,7 +48,7 @@ def test_both_runs_of_a_rematerialised_block_draw_the_same_numbers(world, save):
 
 
 @pytest.mark.parametrize("randomness", ("same", "different"))
-def test_both_runs_of_a_rematerialised_block_draw_the_same_numbers_under_vmap(randomness):
+def test_both_runs_of_a_block_under_remat_draw_the_same_numbers_under_vmap(randomness):
     w, x = torch.full((6,), 3.0, dtype=torch.float64), torch.ones(6, 6, dtype=torch.float64)
     f = fzero.remat(drops)
     gs, ys = vmap(torch.func.grad_and_value(lambda w, x: f(w, x).sum()), (None, 0), randomness=randomness)(w, x)
@@ -102,7 +102,7 @@ def test_a_seeded_block_draws_the_same_in_both_runs():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_rematerialised_block_that_seeds_itself_equals_the_plain_one(k):
+def test_a_block_under_remat_that_seeds_itself_equals_the_plain_one(k):
     """It does so in a later micro-batch, which draws for itself."""
     x, params, key = torch.randn(8, 5, dtype=torch.float64), keyed_params(), fzero.random.key(3)
     results = []
@@ -123,7 +123,7 @@ def test_a_rematerialised_block_that_seeds_itself_equals_the_plain_one(k):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_rematerialised_dropout_of_any_probability_equals_the_plain_one(p):
+def test_dropout_under_remat_of_any_probability_equals_the_plain_one(p):
     """At p = 1 all is 0, and so is the gradient: not 0 times infinity."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_rematerialised_dropout_of_any_probability_equals_the_plain_one(p):
 
 
 @pytest.mark.slow
-def test_seeded_rematerialised_blocks_draw_alike_on_every_mesh():
+def test_seeded_blocks_under_remat_draw_alike_on_every_mesh():
     opt, x = optim.sgd(0.1, momentum=0.9), torch.randn(8, 5, dtype=torch.float64)
 
     def train_step(params: Any, opt_state: Any, batch: Any, key: Any, gather: bool = True) -> Any:

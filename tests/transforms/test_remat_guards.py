@@ -83,7 +83,7 @@ def test_a_block_that_captures_the_batch_is_refused():
         mesh.spmd(program)(p["w"], mesh.split(x))
 
 
-def test_a_rematerialised_block_may_capture_constants():
+def test_a_block_under_remat_may_capture_constants():
     p, x = inputs()
     for save in SAVES:
         f = fzero.remat(lambda w: torch.tanh(x @ w) * p["b"], save)

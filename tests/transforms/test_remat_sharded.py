@@ -91,7 +91,7 @@ def test_a_unit_is_gathered_once_in_each_pass(sim):
         itertools.product(("vmap", "lockstep"), SAVES[:2], (True, False)),
     ),
 )
-def test_rematerialised_tensor_parallel_blocks_equal_the_plain_ones(sim, save, whole):
+def test_tensor_parallel_blocks_under_remat_equal_the_plain_ones(sim, save, whole):
     def tp() -> Any:
         return "tp" if "tp" in fzero.axes.axis_names() else ()
 
@@ -129,7 +129,7 @@ def test_rematerialised_tensor_parallel_blocks_equal_the_plain_ones(sim, save, w
         assert_trees_close([step.gather(state), value], [expected, plain])
 
 
-def test_a_rematerialised_block_without_the_unit_of_a_tied_leaf_is_refused():
+def test_a_block_under_remat_without_the_unit_of_a_tied_leaf_is_refused():
     """Its boxes hold no shard of their own, so nothing but the message tells the block's function that."""
     opt, w = optim.sgd(0.1), torch.eye(4)
 

@@ -114,7 +114,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._first = {i: names[path] for path, i in reversed(local.layout.leaf_index.items())}
         self._parts = {path: stored_names(names[path], metadata) for path in local.layout.values}
         self._read: dict[str, Any] = {}
-        theirs = {name: _describe(name, x) for name, x in entries.items()}
+        theirs = {name: _describe_entry(name, x) for name, x in entries.items()}
         ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.leaf_index.items()}
         ours |= {part: "a value" for path in local.layout.values for part in self._parts[path] or [names[path]]}
         _check_leaves(folder, theirs, ours, partial)
@@ -161,7 +161,7 @@ class LoadPlanner(DefaultLoadPlanner):
         }
 
 
-def _describe(name: str, x: Any) -> str:
+def _describe_entry(name: str, x: Any) -> str:
     return str(Leaf(name, tuple(x.size), x.properties.dtype)) if isinstance(x, TensorStorageMetadata) else "a value"
 
 

@@ -69,7 +69,7 @@ def save(path: StrPath, values: Tree, mesh: Mesh | None = None, *, name: NameMap
 
     _, planner = agree("dcp.save", prepare, secrets.token_hex(8), mesh, TIMEOUT)
     writer = FileSystemWriter(folder, overwrite=False)
-    _run(f"nothing was saved to {folder!r}", dcp_save, mesh, storage_writer=writer, planner=planner)
+    _call_dcp(f"nothing was saved to {folder!r}", dcp_save, mesh, storage_writer=writer, planner=planner)
 
 
 @api_boundary
@@ -119,7 +119,7 @@ def load(
     result, planner, names = all_or_none(f"loading {folder!r}", prepare, mesh)
     check_same_on_ranks(f"loading {folder!r}", repr(names).encode(), mesh)
     reader = CheckedReader(folder, planner.metadata)
-    _run(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
+    _call_dcp(f"{folder!r} could not be read", dcp_load, mesh, storage_reader=reader, planner=planner)
     paths, entries, structure = tree.flatten_with_paths(result, is_entry)
     values = planner.values()
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
@@ -134,7 +134,7 @@ def _folder(path: StrPath, call: str) -> str:
     return os.path.abspath(text)
 
 
-def _run(problem: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
+def _call_dcp(problem: str, f: Callable[..., Any], mesh: Mesh | None, **options: Any) -> None:
     """Call one of DCP's functions, on all ranks of a mesh or in this process alone.
 
     Raises:

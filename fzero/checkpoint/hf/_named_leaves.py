@@ -51,12 +51,12 @@ def named_leaves(label: str, local: LocalTree, name: Callable[[str], str]) -> li
         if path in layout.leaf_index:
             paths_of_leaf.setdefault(layout.leaf_index[path], []).append(path)
     return [
-        NamedLeaf(i, layout.leaves[i], tuple(paths), tuple([_name(path, name) for path in paths]))
+        NamedLeaf(i, layout.leaves[i], tuple(paths), tuple([_tensor_name(path, name) for path in paths]))
         for i, paths in paths_of_leaf.items()
     ]
 
 
-def _name(path: str, name: Callable[[str], str]) -> str:
+def _tensor_name(path: str, name: Callable[[str], str]) -> str:
     result = name(path)
     if not isinstance(result, str) or result in ("", "__metadata__"):
         raise TypeError(f"name({path!r}) returned {result!r}: expected a tensor's name, such as 'lm_head.weight'")

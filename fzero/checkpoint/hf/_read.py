@@ -135,7 +135,7 @@ class _FileRange(NamedTuple):
     numel: int
 
 
-def _parts(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
+def _local_ranges(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
     """Yield the ranges that this process holds, each with its leaf's index. Memory that ranks share counts once."""
     visited: set[tuple[int, int, int]] = set()
     for rank in local.ranks:
@@ -153,7 +153,7 @@ def _fill(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leave
     """Read all ranges that this process holds."""
     names = {leaf.index: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
     try:
-        for index, part in _parts(local):
+        for index, part in _local_ranges(local):
             name, *rest = names[index]
             _read_part(files, stored[name], part)
             for other in rest:

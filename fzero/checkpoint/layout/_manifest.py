@@ -271,33 +271,33 @@ def parse(data: bytes) -> Manifest:
         raise _FormatError(f"{type(error).__name__}: {error}") from None
 
 
-def _check(holds: bool, reason: str) -> None:
+def _require(holds: bool, reason: str) -> None:
     if not holds:
         raise _FormatError(reason)
 
 
 def _int(x: Any) -> int:
-    _check(type(x) is int and 0 <= x < _LIMIT, f"{str(x)[:40]!r} is not a size")
+    _require(type(x) is int and 0 <= x < _LIMIT, f"{str(x)[:40]!r} is not a size")
     return x
 
 
-def _text(x: Any) -> str:
-    _check(type(x) is str, f"{str(x)[:40]!r} is not a string")
+def _parse_text(x: Any) -> str:
+    _require(type(x) is str, f"{str(x)[:40]!r} is not a string")
     return x
 
 
 def _parse_manifest(body: dict[str, Any]) -> Manifest:
     """Build a manifest of JSON, and check all that a load relies on: anybody may have written the file."""
-    nonce = _text(body["nonce"])
-    _check(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is not a nonce")
-    mesh = tuple([(_text(name), _int(size)) for name, size in body["mesh"]])
-    _check(len(dict(mesh)) == len(mesh) and all(size for _, size in mesh), "its mesh is invalid")
-    leaves = tuple([_leaf(*x) for x in body["leaves"]])
-    ties = {_text(path): _text(first) for path, first in body["ties"].items()}
-    values = {_text(path): value for path, value in body["values"].items()}
+    nonce = _parse_text(body["nonce"])
+    _require(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is not a nonce")
+    mesh = tuple([(_parse_text(name), _int(size)) for name, size in body["mesh"]])
+    _require(len(dict(mesh)) == len(mesh) and all(size for _, size in mesh), "its mesh is invalid")
+    leaves = tuple([_parse_leaf(*x) for x in body["leaves"]])
+    ties = {_parse_text(path): _parse_text(first) for path, first in body["ties"].items()}
+    values = {_parse_text(path): value for path, value in body["values"].items()}
     paths = [x.path for x in leaves]
-    _check(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
-    _check(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
+    _require(len({*paths, *ties, *values}) == len(paths) + len(ties) + len(values), "two leaves have one path")
+    _require(set(ties.values()) <= set(paths), "a leaf is tied to a leaf that does not exist")
     layout = TreeLayout(
         mesh=mesh,
         leaves=leaves,
@@ -306,23 +306,23 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
         values=values,
     )
     indices = [i for g in layout.groups for index, i in enumerate(g.leaves) if index not in g.copies]
-    _check(sorted(indices) == [*range(len(leaves))], "a leaf is in no group, or in several")
-    files = tuple([File(_int(size), _text(sums)) for size, sums in body["files"]])
-    _check(len(files) == layout.ranks, f"it has {len(files)} files for {layout.ranks} ranks")
+    _require(sorted(indices) == [*range(len(leaves))], "a leaf is in no group, or in several")
+    files = tuple([File(_int(size), _parse_text(sums)) for size, sums in body["files"]])
+    _require(len(files) == layout.ranks, f"it has {len(files)} files for {layout.ranks} ranks")
     for r, f in enumerate(files):
-        _check(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
-        _check(len(f.sums) == 16 * -(-f.size // PAGE_BYTES), f"file {r} has {len(f.sums) // 16} checksums")
+        _require(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
+        _require(len(f.sums) == 16 * -(-f.size // PAGE_BYTES), f"file {r} has {len(f.sums) // 16} checksums")
     # so that no leaf is larger than the files on disk; each file's size is checked when it is read
-    _check(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
+    _require(sum(x.nbytes for x in leaves) <= sum(f.size for f in files), "its files are too small for its leaves")
     date = body["written"]
-    _check(type(date) in (int, float) and 0 <= date < 1e12, "it has no date")
+    _require(type(date) in (int, float) and 0 <= date < 1e12, "it has no date")
     return Manifest(nonce, layout, files, float(date))
 
 
-def _leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
-    _check(_text(dtype) in DTYPES, f"{dtype[:40]!r} is not a dtype")
-    _check(len(shape) <= _DIMS, f"a leaf has {len(shape)} dimensions")
-    leaf = Leaf(_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
+def _parse_leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
+    _require(_parse_text(dtype) in DTYPES, f"{dtype[:40]!r} is not a dtype")
+    _require(len(shape) <= _DIMS, f"a leaf has {len(shape)} dimensions")
+    leaf = Leaf(_parse_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
     _int(leaf.nbytes)
     return leaf
 
@@ -332,31 +332,33 @@ def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any
     split, at, copies = (*more, *[()] * (3 - len(more)))
     group = LeafGroup(
         leaves=tuple(map(_int, members)),
-        axes=tuple(map(_text, axes)),
+        axes=tuple(map(_parse_text, axes)),
         shard_numel=_int(shard),
-        split=tuple([Split(_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
-        coordinates=tuple([(_text(axis), _int(coordinate)) for axis, coordinate in at]),
+        split=tuple([Split(_parse_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
+        coordinates=tuple([(_parse_text(axis), _int(coordinate)) for axis, coordinate in at]),
         copies=tuple(map(_int, copies)),
     )
     names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.coordinates]]
-    _check(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is sharded along an unknown axis")
-    _check(
+    _require(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is sharded along an unknown axis")
+    _require(
         all(coordinate < mesh[axis] for axis, coordinate in group.coordinates),
         "a group is held by ranks that do not exist",
     )
-    _check(set(group.copies) <= set(range(len(group.leaves))), "a group has a copy of a leaf that does not exist")
-    _check(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no single dtype")
+    _require(set(group.copies) <= set(range(len(group.leaves))), "a group has a copy of a leaf that does not exist")
+    _require(bool(group.leaves) and len({leaves[i].dtype for i in group.leaves}) == 1, "a group has no single dtype")
     numel = sum(leaves[i].numel for i in group.leaves)
     for s in group.split:
-        _check(s.size == mesh[s.axis] and len(s.dims) == len(group.leaves), "a split does not match its axis or leaves")
+        _require(
+            s.size == mesh[s.axis] and len(s.dims) == len(group.leaves), "a split does not match its axis or leaves"
+        )
         numel //= s.size
     for index, i in enumerate(group.leaves):
         shape = list(leaves[i].shape)
         for s in group.split:
-            _check(shape[s.dims[index]] % s.size == 0, f"leaf {leaves[i].path!r} cannot be split")
+            _require(shape[s.dims[index]] % s.size == 0, f"leaf {leaves[i].path!r} cannot be split")
             shape[s.dims[index]] //= s.size
     ranks = 1
     for name in group.axes:
         ranks *= mesh[name]
-    _check(group.shard_numel * ranks >= numel and (group.shard_numel > 0 or not numel), "a group has too few shards")
+    _require(group.shard_numel * ranks >= numel and (group.shard_numel > 0 or not numel), "a group has too few shards")
     return group

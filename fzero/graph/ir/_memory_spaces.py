@@ -86,10 +86,10 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
     host = [a for a, space in space_of.items() if space == "host"]
     device = [a for a, space in space_of.items() if space == "device"]
     if host and (is_collective(node) or device):
-        beside = f" and {_describe(device[0])} on the device" if device else ", where ranks do not communicate"
+        beside = f" and {_describe_node(device[0])} on the device" if device else ", where ranks do not communicate"
         raise SpaceError(
-            f"{display_name(node)} at {line_of(node) or 'no known line'} is given {_describe(host[0])} in host memory"
-            f"{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put a "
+            f"{display_name(node)} at {line_of(node) or 'no known line'} is given {_describe_node(host[0])} in host "
+            f"memory{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put a "
             "transform that reads full trees, such as a clip by the global norm, before optim.offload"
         )
     if host:
@@ -97,5 +97,5 @@ def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
     return "device" if device else None
 
 
-def _describe(node: Node) -> str:
+def _describe_node(node: Node) -> str:
     return f"{node.meta.get('label', node.name)} ({dtypes_and_shapes(node)})"

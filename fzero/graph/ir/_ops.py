@@ -179,7 +179,7 @@ _OPERATIONS: dict[str, _OperationTraits] = {
 
 def name_of(node: Node) -> str:
     """Return the name of a node's operation without namespace and overload, "mul"; "" if it is not an operation."""
-    return _name(node.target)
+    return _operation_name(node.target)
 
 
 def display_name(node: Node) -> str:
@@ -188,7 +188,7 @@ def display_name(node: Node) -> str:
     return getattr(target, "__name__", "") if isinstance(target, FunctionType | BuiltinFunctionType) else str(target)
 
 
-def _name(operation: Any) -> str:
+def _operation_name(operation: Any) -> str:
     if isinstance(operation, OpOverload):
         return operation.overloadpacket.__name__
     return operation.__name__ if isinstance(operation, OneNode) else ""
@@ -198,7 +198,7 @@ def _traits(name: str) -> _OperationTraits:
     return _OPERATIONS.get(name, _OperationTraits.NOTHING)
 
 
-def _row(node: Node) -> _OperationTraits:
+def _row_of_node(node: Node) -> _OperationTraits:
     return _row_of(node.target)
 
 
@@ -211,37 +211,37 @@ def is_known_cheap(operation: OpOverload | OneNode) -> bool:
 
 def is_factory(node: Node) -> bool:
     """Return whether a node computes its result from sizes and numbers, or only casts."""
-    return _OperationTraits.FACTORY in _row(node)
+    return _OperationTraits.FACTORY in _row_of_node(node)
 
 
 def differs_by_rank(node: Node) -> bool:
     """Return whether a node may differ between ranks of one step: a view, or an operation on the rank's own shard."""
-    return is_view(node) or _OperationTraits.BY_RANK in _row(node)
+    return is_view(node) or _OperationTraits.BY_RANK in _row_of_node(node)
 
 
 def changes_layout(node: Node) -> bool:
     """Return whether a node only changes the layout or the dtype of its operand."""
-    return is_view(node) or _OperationTraits.LAYOUT in _row(node)
+    return is_view(node) or _OperationTraits.LAYOUT in _row_of_node(node)
 
 
 def encodes(node: Node) -> bool:
     """Return whether a node encodes a shard for its gather."""
-    return _OperationTraits.ENCODES in _row(node)
+    return _OperationTraits.ENCODES in _row_of_node(node)
 
 
 def decodes(node: Node) -> bool:
     """Return whether a node decodes a gathered unit."""
-    return _OperationTraits.DECODES in _row(node)
+    return _OperationTraits.DECODES in _row_of_node(node)
 
 
 def is_linear(node: Node) -> bool:
     """Return whether a node only changes the layout of its operands, scales them or adds them."""
-    return is_view(node) or _OperationTraits.LINEAR in _row(node)
+    return is_view(node) or _OperationTraits.LINEAR in _row_of_node(node)
 
 
 def is_uninitialized(node: Node) -> bool:
     """Return whether a node's result is uninitialized memory."""
-    return _OperationTraits.EMPTY in _row(node)
+    return _OperationTraits.EMPTY in _row_of_node(node)
 
 
 def only_copies(name: str) -> bool:
@@ -251,7 +251,7 @@ def only_copies(name: str) -> bool:
 
 def reads_sizes_on_host(node: Node) -> bool:
     """Return whether an operation reads its int64 operands on the host, so that they may lie there."""
-    return _OperationTraits.HOST_SIZES in _row(node)
+    return _OperationTraits.HOST_SIZES in _row_of_node(node)
 
 
 def is_view(node: Node) -> bool:
@@ -292,4 +292,4 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _row_of(operation: Any) -> _OperationTraits:
-    return _traits(_name(operation))
+    return _traits(_operation_name(operation))

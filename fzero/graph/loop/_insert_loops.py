@@ -69,7 +69,7 @@ def insert_loops(graph: Graph) -> Graph:
     drop_shapes_only(graph)
     for start in [n for n in graph.nodes if n.target is _ITERATION]:
         if rank_schedule_at(start) is None:
-            _compare(graph, _iteration_of(start))
+            _compare_runs(graph, _iteration_of(start))
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
@@ -96,7 +96,7 @@ def _before_of(after: Node) -> Node:
     return node
 
 
-def _compare(graph: Graph, iteration: _TracedIteration) -> None:
+def _compare_runs(graph: Graph, iteration: _TracedIteration) -> None:
     """Check that the second run of the forward pass computes the same as the first, and remove it."""
     again = next((n for n in iteration.start.users if n.target is _RUN_AGAIN), None)
     end = next((n for n in again.users if n.target is _COMPARED), None) if again is not None else None

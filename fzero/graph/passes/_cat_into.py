@@ -43,19 +43,19 @@ def cat_into(graph: Graph, fuses: bool = False) -> Graph:
     Returns:
         A graph with the same results.
     """
-    if not any(_parts(n) for n in graph.nodes):
+    if not any(_concatenated_parts(n) for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     memory = storages(graph)
     places = {n: i for i, n in enumerate(graph.nodes)}
     live = device_live_bytes(list(graph.nodes))
-    for node in [n for n in graph.nodes if _parts(n)]:
+    for node in [n for n in graph.nodes if _concatenated_parts(n)]:
         if _are_exclusive(node, memory, fuses) and _lowers_peak(node, places, live):
             _write_parts(graph, node, places)
     return graph
 
 
-def _parts(node: Node) -> Sequence[Node]:
+def _concatenated_parts(node: Node) -> Sequence[Node]:
     """List the parts of a concatenation of equal parts; none if a node is nothing of the kind."""
     parts = node.args[0] if name_of(node) == "cat" else ()
     if not isinstance(parts, Sequence) or len(parts) < _LEAST_PARTS or not all(isinstance(x, Node) for x in parts):

@@ -85,7 +85,7 @@ def live_ranges(graph: Graph) -> list[Range]:
     labeled = [
         r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[memory.indices[node][0]] - 1))
         if is_input(node)
-        else r._replace(kind=kinds[node], label=_label(node))
+        else r._replace(kind=kinds[node], label=_node_label(node))
         for node, r in zip(memory.producers, unlabeled, strict=False)
     ]
     return unlabeled[len(labeled) :] + labeled
@@ -306,5 +306,5 @@ def _argument(node: Node, count: int) -> str:
     return f"{label} and {count} beside it" if count else label
 
 
-def _label(node: Node) -> str:
+def _node_label(node: Node) -> str:
     return node.meta.get("unit", "") or line_of(node) or str(node.target)

@@ -355,7 +355,7 @@ def make_plan(
     units = infer_units(graph)
     return Plan(
         name,
-        operations=tuple([_operation(n, times, phase_of[n]) for n, times in ops]),
+        operations=tuple([_planned_operation(n, times, phase_of[n]) for n, times in ops]),
         ranges=tuple(_plan_ranges(graph)),
         collectives=tuple([_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]),
         settings=settings,
@@ -382,7 +382,7 @@ def make_plan(
     )
 
 
-def _operation(node: Node, times: int, phase: str) -> _Operation:
+def _planned_operation(node: Node, times: int, phase: str) -> _Operation:
     loop = loop_of(node)
     target = display_name(node)
     if loop is not None:

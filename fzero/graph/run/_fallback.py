@@ -88,7 +88,7 @@ def check_outputs(code: Code, runs: Runs) -> None:
             return  # the operations themselves fail on zeros, so nothing can be checked
     for i, (x, like) in enumerate(zip(outputs, code.outputs, strict=True)):
         if not _is_like(x, like) or not have_equal_strides(x, like):
-            reason = f"result {i} of its compiled code is {_show(x)}, but was traced as {_show(like)}"
+            reason = f"result {i} of its compiled code is {_show_tensor(x)}, but was traced as {_show_tensor(like)}"
             raise CompileError(describe_segment(code.graph, code.location), reason)
     if not all(bool(_finite_mask(x).all()) for x in outputs):
         _check_finite(code, outputs)
@@ -127,7 +127,7 @@ def _is_like(x: torch.Tensor, like: torch.Tensor) -> bool:
     return x.shape == like.shape and x.dtype == like.dtype and x.device == like.device
 
 
-def _show(x: torch.Tensor) -> str:
+def _show_tensor(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} with strides {list(x.stride())}"
 
 

@@ -25,7 +25,7 @@ def published_wait(f: Callable[..., Any], collective: Any, line: str) -> Callabl
     """
     if current_heartbeat() is None:
         return f
-    activity = _describe(collective, line)
+    activity = _describe_collective(collective, line)
 
     @functools.wraps(f)
     def publish_and_wait(*args: Any) -> Any:
@@ -40,7 +40,7 @@ def published_wait(f: Callable[..., Any], collective: Any, line: str) -> Callabl
     return publish_and_wait
 
 
-def _describe(collective: Any, line: str) -> str:
+def _describe_collective(collective: Any, line: str) -> str:
     """Describe a collective: "all_gather at train.py:31"."""
     if not isinstance(collective, Node):
         return "a collective"

@@ -107,7 +107,7 @@ def make_segment(
     for x in exports:
         register_of[x] = len(register_of)
     stand_ins, outputs = [x.meta["val"] for x in ins], [x.meta["val"] for x in exports]
-    key, is_scalar = (_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*subgraph}
+    key, is_scalar = (_graph_key(graph), tuple([signature(x) for x in outputs])), scalars >= {*subgraph}
     return Segment(
         key=key,
         graph=graph,
@@ -146,7 +146,7 @@ def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:
         todo.pop()
 
 
-def _key(graph: Graph) -> Hashable:
+def _graph_key(graph: Graph) -> Hashable:
     """Describe a graph so that equal descriptions mean equal code."""
     index = {n: i for i, n in enumerate(graph.nodes)}
 

@@ -243,10 +243,11 @@ def describe_segment(graph: Graph, location: str) -> str:
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
     names = list(dict.fromkeys(name_of(n) or str(n.target) for n in nodes if not is_view(n)))
-    return f"{location} ({len(nodes)} operations: {_few(names)}), traced from {_few(lines) or 'no line of yours'}"
+    traced_from = _first_listed(lines) or "no line of yours"
+    return f"{location} ({len(nodes)} operations: {_first_listed(names)}), traced from {traced_from}"
 
 
-def _few(texts: Sequence[str]) -> str:
+def _first_listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_MAX_LISTED]) + ", ..." * (len(texts) > _MAX_LISTED)
 
 

@@ -98,7 +98,7 @@ def _send(worker: subprocess.Popen[bytes], data: bytes) -> None:
         worker.stdin.flush()  # the pipe stays open, which shows that this process lives
 
 
-def _work(nice: int) -> None:
+def _compile_segments(nice: int) -> None:
     """Compile the segments that standard input describes. Skip those that fail: the parent process compiles them."""
     os.nice(nice)
     stdin = sys.stdin.buffer

@@ -88,7 +88,9 @@ def _refuse_writes(nodes: Iterable[Node], labels: dict[int, str]) -> None:
             label = labels.get(_torch.storage_id(base.meta["val"])) if is_tensor else None
             label = "a captured tensor" if base.op == "get_attr" else label
             if label is not None:
-                raise RuntimeError(f"fzero.jit: the step writes into {label} in place {_where(node)}; {_PURE}")
+                raise RuntimeError(
+                    f"fzero.jit: the step writes into {label} in place {_target_and_line(node)}; {_PURE}"
+                )
 
 
 def _check_operation(node: Node) -> None:
@@ -97,18 +99,19 @@ def _check_operation(node: Node) -> None:
         return
     if node.target.namespace == "c10d":
         raise RuntimeError(
-            f"fzero.jit: the step calls torch.distributed {_where(node)}, whose collectives write in place and wait "
-            "outside the graph: use fzero.collectives.psum, fzero.collectives.all_gather and the like"
+            f"fzero.jit: the step calls torch.distributed {_target_and_line(node)}, whose collectives write in place "
+            "and wait outside the graph: use fzero.collectives.psum, fzero.collectives.all_gather and the like"
         )
     if writes(node) and node.target.namespace != "aten":
         raise RuntimeError(
-            f"fzero.jit: the step calls a custom operation that writes into its arguments {_where(node)}, "
+            f"fzero.jit: the step calls a custom operation that writes into its arguments {_target_and_line(node)}, "
             "and a graph of values cannot hold it: change it to return new tensors"
         )
     if name_of(node) in _HIDDEN and _trains(node):
         raise RuntimeError(
-            f"fzero.jit: the step runs a batch norm that writes running statistics behind torch's back {_where(node)}: "
-            "switch it off (with torch.backends.cudnn.flags(enabled=False)), or compute the statistics yourself"
+            "fzero.jit: the step runs a batch norm that writes running statistics behind torch's back "
+            f"{_target_and_line(node)}: switch it off (with torch.backends.cudnn.flags(enabled=False)), "
+            "or compute the statistics yourself"
         )
 
 
@@ -119,7 +122,7 @@ def _trains(node: Node) -> bool:
     return isinstance(arguments.get("running_mean"), Node) and arguments.get("training", True) is True
 
 
-def _where(node: Node) -> str:
+def _target_and_line(node: Node) -> str:
     return f"({node.target}) at {_torch.line_of(node)}"
 
 

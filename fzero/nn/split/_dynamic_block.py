@@ -152,7 +152,7 @@ def _group_by_kind(
     """Group the possible blocks by kind. Blocks of one kind are the same function of their arguments."""
     kinds: list[tuple[_Calls | None, list[int]]] = []
     for i in sorted(set(index.indices)):
-        cache_key = (i, _signature((params, constants[i], x, arguments[i])))
+        cache_key = (i, _leaves_signature((params, constants[i], x, arguments[i])))
         if cache_key not in cache:
             cache[cache_key] = _record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
         calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
@@ -164,7 +164,7 @@ def _group_by_kind(
     return [members for _, members in kinds]
 
 
-def _signature(args: Any) -> Any:
+def _leaves_signature(args: Any) -> Any:
     leaves, structure = tree.flatten(args)
     return structure, tuple([(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves])
 

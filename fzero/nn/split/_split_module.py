@@ -114,7 +114,10 @@ class _SplitModule:
             TypeError: if an argument of a block is neither a tensor nor a constant, such as a cache.
             ValueError: if an argument of a block depends on a parameter.
         """
-        zeros = {name: _zeros(shape, dtype or own_dtype, batch) for name, (shape, own_dtype) in self.param_meta.items()}
+        zeros = {
+            name: _expanded_zeros(shape, dtype or own_dtype, batch)
+            for name, (shape, own_dtype) in self.param_meta.items()
+        }
         structure = tree.flatten(batch)[1]
         if structure in self._cache.checked_structures:
             return tuple(self._record(self.plain, zeros, batch).arguments)
@@ -323,7 +326,7 @@ def _missing_block_message(names: tuple[str, ...], count: int) -> str:
     )
 
 
-def _zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.Tensor:
+def _expanded_zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.Tensor:
     """Return zeros of a shape that take no memory, on the batch's device."""
     device = next((x.device for x in tree.tensors(batch)), None)
     return torch.zeros((), dtype=dtype, device=device).expand(shape)

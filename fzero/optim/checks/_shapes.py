@@ -88,21 +88,21 @@ def _check_order(update: Callable[..., Any], grads: Any, params: Any) -> None:
     """
     if isinstance(grads, torch.Tensor) and not isinstance(params, torch.Tensor) and not is_box(params):
         raise TypeError(
-            f"{_name(update)} was given {tree.show(grads)} as gradients: expected a tree like the parameters; "
-            "fzero.value_and_grad returns (loss, grads), in this order"
+            f"{_optimizer_name(update)} was given {tree.show(grads)} as gradients: expected a tree like the "
+            "parameters; fzero.value_and_grad returns (loss, grads), in this order"
         )
     if role_of(params) == "gradients":
-        raise ValueError(f"{_name(update)} was given gradients as params: the arguments are {_ORDER}")
+        raise ValueError(f"{_optimizer_name(update)} was given gradients as params: the arguments are {_ORDER}")
 
 
-def _name(update: Callable[..., Any]) -> str:
+def _optimizer_name(update: Callable[..., Any]) -> str:
     return getattr(update, "__qualname__", type(update).__name__).split(".")[0]
 
 
 def _other_state(update: Callable[..., Any], state: Any, reason: str) -> str:
     return (
-        f"{_name(update)} was given {type(state).__name__}, {reason}: make the state with step.init(params, opt) of "
-        f"the same optimizer, and pass the arguments as {_ORDER}"
+        f"{_optimizer_name(update)} was given {type(state).__name__}, {reason}: make the state with "
+        f"step.init(params, opt) of the same optimizer, and pass the arguments as {_ORDER}"
     )
 
 

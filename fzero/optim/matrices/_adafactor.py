@@ -86,7 +86,7 @@ def adafactor(
 
     def init(params: Params) -> AdafactorState:
         check_mask_fits(mask, params)
-        rows, columns = _zeros(params)
+        rows, columns = _zero_means(params)
         return AdafactorState(torch.zeros((), dtype=torch.int64, device="cpu"), rows, columns)
 
     def update(grads: Updates, state: AdafactorState, params: Params | None = None) -> tuple[Updates, AdafactorState]:
@@ -112,7 +112,7 @@ def adafactor(
     return Optimizer(init, update, exact_on_shards=True, elementwise=False)
 
 
-def _zeros(params: Params) -> tuple[Tree, Tree]:
+def _zero_means(params: Params) -> tuple[Tree, Tree]:
     """Return zero means of the rows and of the columns of all leaves; tied leaves share one tensor."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
     shapes = tree.flatten(abstract(params))[0]

@@ -208,7 +208,9 @@ def _dense(tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tenso
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def _apply(token: torch.Tensor, binding: Binding, options: AttentionOptions, *qkv: torch.Tensor | None) -> torch.Tensor:
+def _apply_attention(
+    token: torch.Tensor, binding: Binding, options: AttentionOptions, *qkv: torch.Tensor | None
+) -> torch.Tensor:
     return _Attention.apply(token, binding, options, *qkv)[0]
 
 
@@ -230,4 +232,4 @@ def ring_attention(axis: Axis, options: AttentionOptions, qkv: Qkv) -> torch.Ten
     Returns:
         `[.., h, t, e]`.
     """
-    return _apply(axis.token, axis.binding, options, *qkv)
+    return _apply_attention(axis.token, axis.binding, options, *qkv)

@@ -138,7 +138,7 @@ def _run_experts(
     """Run a module of experts on `hidden [t, d]`, `index [t, k]` and `gates [t, k]`."""
     has_gate = module.has_gate
     first = module.gate_up_proj if has_gate else module.up_proj
-    count = _count(module, first, axis)
+    count = _count_experts(module, first, axis)
     rows, order = sort_rows(hidden, index, count, axis)
     linear = partial(grouped_linear, order)
 
@@ -156,7 +156,7 @@ def _run_experts(
     return unsort_rows(y, order, gates, axis).to(hidden.dtype)
 
 
-def _count(module: Any, weight: torch.Tensor, axis: str) -> int:
+def _count_experts(module: Any, weight: torch.Tensor, axis: str) -> int:
     """Return the number of all experts, and check that this rank holds its part of them."""
     check_axis(axis)
     n = axis_size(axis_if_bound(axis))

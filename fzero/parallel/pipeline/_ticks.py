@@ -72,7 +72,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
             m = t - own_stage
             in_bubble = (own_stage < 0) | (m < 0) | (m >= count)
             # in a bubble a stage runs on the first stage's input
-            x = first_x if x is None else _where(in_bubble | (own_stage == 0), first_x, x)
+            x = first_x if x is None else _select_leaves(in_bubble | (own_stage == 0), first_x, x)
             call, numbers = stages.call_of(m.clamp(0, count - 1)), [own_blocks[slot] for slot in slots]
             outputs.append(_run_chunk(stages, call, [blocks[slot] for slot in slots], numbers, x, ~in_bubble))
         if t >= last:
@@ -104,7 +104,7 @@ def _run_chunk(
         p, block_x = _mask_gradients(is_used, block), _mask_gradients(is_used, x)
         y = call.run(stages.model.run_block, p, block_x, number.clamp(min=0), call, True)
         check_output("block", x, y)
-        x = _where(number < 0, x, y)
+        x = _select_leaves(number < 0, x, y)
     return x
 
 
@@ -124,7 +124,7 @@ def _own_entry(column: list[int], rank: torch.Tensor) -> torch.Tensor:
     return tensor_on(column, device=rank.device).index_select(0, rank.reshape(1)).squeeze(0)
 
 
-def _where(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
+def _select_leaves(condition: torch.Tensor, xs: Any, ys: Any) -> Any:
     return tree.map(lambda x, y: torch.where(condition, x, y), xs, ys)
 
 

@@ -45,7 +45,7 @@ def text(schedule: "PipelineSchedule") -> str:
         rows = [f"rank {r}  {' '.join(map(str, row))}" for r, row in enumerate(schedule.rows)]
         return "\n".join([f"{schedule.name}: it cannot run", *rows, str(error)])
     short = schedule.ranks == schedule.stages
-    cells = _cells(schedule, short)
+    cells = _rank_columns(schedule, short)
     names = [f"rank {r}" for r in range(schedule.ranks)]
     width, margin = max(len(c) for row in cells for c in row), max(map(len, names)) + 1
     columns = max(1, (_COLUMNS - margin) // (width + 1))
@@ -61,7 +61,7 @@ def text(schedule: "PipelineSchedule") -> str:
     return f"{_title(schedule)}\n" + "\n\n".join(blocks)
 
 
-def _cells(schedule: "PipelineSchedule", short: bool) -> list[list[str]]:
+def _rank_columns(schedule: "PipelineSchedule", short: bool) -> list[list[str]]:
     """Return each rank's columns: an action, "--" while the action continues, or "." for a bubble."""
     share = schedule.ranks / schedule.stages
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
@@ -69,11 +69,11 @@ def _cells(schedule: "PipelineSchedule", short: bool) -> list[list[str]]:
     for rank, row in enumerate(schedule.rows):
         for action in row:
             first, last = round(timing.start[action] / share), round(timing.end[action] / share)
-            cells[rank][first:last] = [_label(action, short), *["--"] * (last - first - 1)]
+            cells[rank][first:last] = [_action_label(action, short), *["--"] * (last - first - 1)]
     return cells
 
 
-def _label(action: Action, short: bool) -> str:
+def _action_label(action: Action, short: bool) -> str:
     return f"{action.kind}{action.micro_batch}" if short else str(action)
 
 

@@ -32,7 +32,7 @@ def parse_rows(table: ScheduleTable) -> tuple[tuple[tuple[Action, ...], ...], tu
     Raises:
         ValueError: if a cell cannot be read, or a stage has actions on two ranks or on none.
     """
-    rows = tuple([tuple(_actions(row, rank)) for rank, row in enumerate(_cells(table))])
+    rows = tuple([tuple(_actions(row, rank)) for rank, row in enumerate(_table_cells(table))])
     rank_of_stage = dict[int, int]()
     for rank, row in enumerate(rows):
         for action in row:
@@ -51,7 +51,7 @@ def format_csv(schedule: "PipelineSchedule") -> str:
     return "".join([",".join(map(str, row)) + "\n" for row in schedule.rows])
 
 
-def _cells(table: ScheduleTable) -> list[list[Any]]:
+def _table_cells(table: ScheduleTable) -> list[list[Any]]:
     if isinstance(table, os.PathLike) or (isinstance(table, str) and "\n" not in table and table.endswith(".csv")):
         table = pathlib.Path(table).read_text()
     if isinstance(table, str):

@@ -49,7 +49,7 @@ def column(
         torch.Size([2, 4])
     """
     check_part("fzero.parallel.tensor.column", w, axis)
-    y = _product(enter(x, axis, sequence=sequence), w, 1, b)
+    y = _contract(enter(x, axis, sequence=sequence), w, 1, b)
     return along("all_gather_invariant", y, axis, -1) if gather else y
 
 
@@ -82,13 +82,13 @@ def row(
         torch.Size([2, 3])
     """
     check_part("fzero.parallel.tensor.row", w, axis)
-    y = leave(_product(x, w, w.ndim - 1, None), axis, sequence=sequence)
+    y = leave(_contract(x, w, w.ndim - 1, None), axis, sequence=sequence)
     if b is None:
         return y
     return y + (enter(b, axis) if sequence else b)
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, dims: int, b: torch.Tensor | None) -> torch.Tensor:
+def _contract(x: torch.Tensor, w: torch.Tensor, dims: int, b: torch.Tensor | None) -> torch.Tensor:
     """Contract the last `dims` dimensions of x with the first ones of w, and add b."""
     if w.ndim == 2:
         return F.linear(x, w.mT, b)

@@ -130,7 +130,9 @@ def find_split_blocks(modules: Mapping[str, torch.nn.Module], layers: Layers) ->
 def classify_children(name: str, block: torch.nn.Module, layers: Layers) -> dict[str, str]:
     """Return the kind of each child of a block that has parameters: "norm", "gathered" or "full"."""
     children = {f"{name}.{key}".lstrip("."): child for key, child in block.named_children()}
-    return {at: _kind(at, child, layers) for at, child in children.items() if any(True for _ in child.parameters())}
+    return {
+        at: _boundary_kind(at, child, layers) for at, child in children.items() if any(True for _ in child.parameters())
+    }
 
 
 def is_gathered(name: str, children: Mapping[str, str]) -> bool:
@@ -146,7 +148,7 @@ def _styles_in(outer: str, layers: Layers) -> list[str]:
     return [name for name in layers.styles if _is_within(name, outer)]
 
 
-def _kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
+def _boundary_kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
     styles = _styles_in(name, layers)
     if not styles:
         is_norm = all(p.ndim < 2 for p in child.parameters()) and not any(True for _ in child.children())

@@ -30,7 +30,7 @@ __all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter", "decode_s
 _Options = UnitOptions | UnitPartOptions | UnitSumOptions
 
 
-def _run(name: str, axis: Axis, options: _Options, *xs: torch.Tensor) -> torch.Tensor:
+def _run_collective(name: str, axis: Axis, options: _Options, *xs: torch.Tensor) -> torch.Tensor:
     (y,) = apply(axis.token, name, axis.binding, options, *xs)
     return y
 
@@ -43,25 +43,27 @@ def _run_on_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tenso
         index = 0
         for a in rest:
             index = index * a.size + a.rank
-        return _run(name, first, UnitPartOptions(spec_id, index, ranks), *xs)
+        return _run_collective(name, first, UnitPartOptions(spec_id, index, ranks), *xs)
     # under vmap an index is no number: compute what each rank would, and take this rank's
-    y = torch.cat([_run(name, first, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1)
+    y = torch.cat(
+        [_run_collective(name, first, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1
+    )
     for a in rest:
         (y,) = apply(a.token, "own_part", a.binding, DimOptions(-1), y)
     return y
 
 
-def _largest(spec_id: int, axes: Sequence[Axis], magnitudes: torch.Tensor) -> torch.Tensor:
+def _largest_magnitudes(spec_id: int, axes: Sequence[Axis], magnitudes: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitudes of a unit's blocks on all ranks, from each rank's."""
     for a in reversed(axes):
-        magnitudes = _run("largest", a, UnitOptions(spec_id), magnitudes)
+        magnitudes = _run_collective("largest", a, UnitOptions(spec_id), magnitudes)
     return magnitudes
 
 
 def _encode_part(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payload of this rank's shard `[k]`, and the magnitudes that the ranks share."""
     x = shard.detach()
-    magnitudes = _largest(spec_id, axes, _run_on_part("own_magnitudes", spec_id, axes, x))
+    magnitudes = _largest_magnitudes(spec_id, axes, _run_on_part("own_magnitudes", spec_id, axes, x))
     return _run_on_part("own_payload", spec_id, axes, x, magnitudes), magnitudes
 
 
@@ -73,9 +75,9 @@ def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Ten
     axes = axes or [NO_AXIS]
     payload, magnitudes = _encode_part(spec_id, axes, shard)
     for a in reversed(axes):
-        payload = _run("gather_flat", a, UnitOptions(spec_id), payload)
+        payload = _run_collective("gather_flat", a, UnitOptions(spec_id), payload)
     of_all = UnitPartOptions(spec_id, 0, math.prod([a.size for a in axes[1:]]))
-    return view_leaves(spec_of(spec_id), _run("decoded_unit", axes[0], of_all, payload, magnitudes))
+    return view_leaves(spec_of(spec_id), _run_collective("decoded_unit", axes[0], of_all, payload, magnitudes))
 
 
 def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +86,8 @@ def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tu
     padding = padded_numel(spec, first.size) - spec.numel
     leading = leaves[0].ndim - len(spec.shapes[0])
     buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
-    magnitudes = _largest(spec_id, axes, _run("unit_magnitudes", first, unit, buffer))
-    return _run("unit_payload", first, unit, buffer, magnitudes), magnitudes
+    magnitudes = _largest_magnitudes(spec_id, axes, _run_collective("unit_magnitudes", first, unit, buffer))
+    return _run_collective("unit_payload", first, unit, buffer, magnitudes), magnitudes
 
 
 def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
@@ -95,7 +97,7 @@ def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) ->
     largest possible sum needs. So a gradient is rounded once.
     """
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
-    sums, ranks = _run("sum_of_payloads", axes[0], UnitOptions(spec_id), payload), axes[0].size
+    sums, ranks = _run_collective("sum_of_payloads", axes[0], UnitOptions(spec_id), payload), axes[0].size
     for a in axes[1:]:
         sums = _scatter_sums(spec_id, a, ranks, sums)
         ranks *= a.size
@@ -107,7 +109,7 @@ def _scatter_sums(spec_id: int, axis: Axis, ranks: int, sums: torch.Tensor) -> t
     if codec_of(spec_of(spec_id), "reduce").code_kind.is_float:
         return apply(axis.token, "psum_scatter", axis.binding, DimOptions(-1), sums)[0]
     options = UnitSumOptions(spec_id, ranks)
-    return _run("sum_of_sums", axis, options, _run("part_bytes", axis, options, sums))
+    return _run_collective("sum_of_sums", axis, options, _run_collective("part_bytes", axis, options, sums))
 
 
 def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
@@ -118,11 +120,11 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
     spec, (first, *rest), unit = spec_of(spec_id), axes, UnitOptions(spec_id)
     in_sum = UnitSumOptions(spec_id, math.prod([a.size for a in axes]))
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
-    sums = _run("sum_of_payloads", first, unit, payload)
+    sums = _run_collective("sum_of_payloads", first, unit, payload)
     for a in rest:
         (sums,) = apply(a.token, "psum", a.binding, NoOptions(), sums)
-    payload = _run("gather_flat", first, unit, _run("sum_bytes", first, in_sum, sums))
-    return view_leaves(spec, to_gradient_dtype(spec, _run("unit_sum", first, in_sum, payload, magnitudes)))
+    payload = _run_collective("gather_flat", first, unit, _run_collective("sum_bytes", first, in_sum, sums))
+    return view_leaves(spec, to_gradient_dtype(spec, _run_collective("unit_sum", first, in_sum, payload, magnitudes)))
 
 
 def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

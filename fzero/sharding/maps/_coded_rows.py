@@ -232,7 +232,7 @@ def _local_largest(binding: Binding, options: UnitOptions, xs: Tensors) -> Tenso
     return [c10d.wait_tensor(c10d.all_reduce(xs[0].contiguous(), "max", binding.group))]
 
 
-def _parts(payload: torch.Tensor, n: int) -> torch.Tensor:
+def _split_payload(payload: torch.Tensor, n: int) -> torch.Tensor:
     """Return a payload `[.., n bytes]` as the parts for the n ranks of an axis: `[n, .., bytes]`."""
     return payload.unflatten(-1, (n, -1)).movedim(-2, 0)
 
@@ -244,11 +244,11 @@ def _sum(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
 
 
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    return [torch.stack([_sum(spec_of(options.spec_id), n, part) for part in _parts(xs[0], n).unbind()])]
+    return [torch.stack([_sum(spec_of(options.spec_id), n, part) for part in _split_payload(xs[0], n).unbind()])]
 
 
 def _local_sum(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-    parts = _parts(xs[0], binding.size)
+    parts = _split_payload(xs[0], binding.size)
     return [_sum(spec_of(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
 
 
@@ -257,11 +257,11 @@ def _add_sums(options: UnitSumOptions, payloads: torch.Tensor) -> torch.Tensor:
 
 
 def _all_ranks_add_sums(n: int, options: UnitSumOptions, xs: Tensors) -> Tensors:
-    return [torch.stack([_add_sums(options, part) for part in _parts(xs[0], n).unbind()])]
+    return [torch.stack([_add_sums(options, part) for part in _split_payload(xs[0], n).unbind()])]
 
 
 def _local_add_sums(binding: Binding, options: UnitSumOptions, xs: Tensors) -> Tensors:
-    parts = _parts(xs[0], binding.size)
+    parts = _split_payload(xs[0], binding.size)
     return [_add_sums(options, group_all_to_all(parts.contiguous(), binding))]
 
 

@@ -163,7 +163,7 @@ def by_size(
     unit_leaves, rules = find_unit_leaves(params), layout_rules(None, over, split)
     kinds: dict[tuple[Any, ...], dict[str, int]] = {}
     for path, x in unit_leaves.leaves.items():
-        kinds.setdefault(_kind(path, x, rules), {})[path] = x.numel()
+        kinds.setdefault(_unit_key(path, x, rules), {})[path] = x.numel()
     names: dict[str, str] = {}
     for numels in kinds.values():
         for subtree in divide_tree(numels, min_numel, max_numel, unit_leaves.leaves):
@@ -171,7 +171,7 @@ def by_size(
     return unit_leaves.make_rule({path: names[path] for path in unit_leaves.leaves})  # the table follows the tree
 
 
-def _kind(path: str, leaf: Any, rules: LayoutRules) -> tuple[Any, ...]:
+def _unit_key(path: str, leaf: Any, rules: LayoutRules) -> tuple[Any, ...]:
     """Return the properties that the leaves of a unit share: dtype, the axes they are sharded over, the split axes."""
     over = rules.over(path, leaf) if rules.over else None
     axes = (over,) if isinstance(over, str) else over

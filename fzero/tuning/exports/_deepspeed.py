@@ -24,7 +24,10 @@ def deepspeed(run: PlannedRun) -> Export:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": adamw},
         **({half: {"enabled": True}} if half else {}),
-        "zero_optimization": {"stage": c.stage, **({"offload_optimizer": _offload(run)} if _offloads(run) else {})},
+        "zero_optimization": {
+            "stage": c.stage,
+            **({"offload_optimizer": _offload_section(run)} if _offloads(run) else {}),
+        },
         **({"tensor_parallel": {"autotp_size": c.tp}} if c.tp > 1 else {}),
     }
     if c.ep > 1:
@@ -47,7 +50,7 @@ def _offloads(run: PlannedRun) -> bool:
     return c.offload > 0 and c.stage > 0 and (c.ep == 1 or c.tp == 1)
 
 
-def _offload(run: PlannedRun) -> dict[str, Any]:
+def _offload_section(run: PlannedRun) -> dict[str, Any]:
     """Return the section of the offload. Only stage 3 takes a ratio."""
     ratio = {"ratio": run.config.offload} if run.config.stage == 3 and run.config.offload < 1 else {}
     return {"device": "cpu", "pin_memory": True, **ratio}

@@ -165,7 +165,7 @@ def goodput(
         >>> 0.85 < result.share.median < 0.95
         True
     """
-    _check(step_seconds, devices, reliability, every, days, samples)
+    _check_run(step_seconds, devices, reliability, every, days, samples)
     formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY)
     intervals = [every] if every is not None else [formula * x for x in _FACTORS]
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
@@ -200,7 +200,7 @@ def goodput(
     )
 
 
-def _check(
+def _check_run(
     step_seconds: float, devices: int, reliability: Reliability, every: float | None, days: float, samples: int
 ) -> None:
     """Raise an error for a number that is out of its range, or failures that come too often to be a device's."""

@@ -124,7 +124,7 @@ def _linear(p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
 
 
-def _product(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
+def _linear_product(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Multiply by the weight of a linear layer of a block, in float8 if its sizes allow it."""
     if options.float8 is None or any(n % SIZE_MULTIPLE for n in p["w"].shape):
         return x @ p["w"]
@@ -132,7 +132,7 @@ def _product(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.
 
 
 def _block_linear(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
-    y = _product(options, p, x)
+    y = _linear_product(options, p, x)
     return y + p["b"] if "b" in p else y
 
 
@@ -148,7 +148,7 @@ def _token_count(options: ForwardOptions, x: torch.Tensor) -> int:
 
 def _row_linear(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Multiply by this rank's rows, sum over the ranks, and add the bias once."""
-    y = tp.leave(_product(options, p, x), sequence=options.sequence)
+    y = tp.leave(_linear_product(options, p, x), sequence=options.sequence)
     return y + _for_own_tokens(options, p["b"]) if "b" in p else y
 
 

@@ -75,24 +75,24 @@ def init(shape: ModelShape, depth: int) -> ModelParams:
     d, biased = shape.width, shape.biases == "all"
     params: ModelParams = {"blocks": [_block(shape) for _ in range(depth)]}
     if shape.task == "image":
-        params |= {"patches": _linear(3 * shape.patch**2, d, True), "first": _empty(d)}
+        params |= {"patches": _linear_params(3 * shape.patch**2, d, True), "first": _empty(d)}
     else:
         params |= {"tokens": _empty(shape.vocab, d)}
     if shape.positions:
         params |= {"positions": _empty(shape.positions, d)}
     if shape.task == "masked":  # BERT: segments, the norm after the embeddings, and the layer before the head
-        params |= {"segments": _empty(2, d), "norm0": _norm(shape, d), "last": _linear(d, d, True)}
+        params |= {"segments": _empty(2, d), "norm0": _norm(shape, d), "last": _linear_params(d, d, True)}
     params |= {"norm": _norm(shape, d)}
     if shape.tied:
         return params | ({"bias": _empty(shape.vocab)} if shape.task == "masked" else {})
-    return params | {"head": _linear(d, shape.vocab, biased)}
+    return params | {"head": _linear_params(d, shape.vocab, biased)}
 
 
 def _empty(*size: int) -> torch.Tensor:
     return torch.empty(size, device="meta")
 
 
-def _linear(inputs: int, outputs: int, bias: bool, *leading: int) -> ModelParams:
+def _linear_params(inputs: int, outputs: int, bias: bool, *leading: int) -> ModelParams:
     return {"w": _empty(*leading, inputs, outputs)} | ({"b": _empty(*leading, outputs)} if bias else {})
 
 
@@ -106,14 +106,18 @@ def _block(shape: ModelShape) -> ModelParams:
     kv = (shape.kv_heads or shape.heads) * h
     qkv = all_ or shape.biases == "qkv"
     block = {"norm1": _norm(shape, d), "norm2": _norm(shape, d)}
-    block |= {"q": _linear(d, shape.heads * h, qkv), "k": _linear(d, kv, qkv), "v": _linear(d, kv, qkv)}
-    block |= {"o": _linear(shape.heads * h, d, all_)}
+    block |= {
+        "q": _linear_params(d, shape.heads * h, qkv),
+        "k": _linear_params(d, kv, qkv),
+        "v": _linear_params(d, kv, qkv),
+    }
+    block |= {"o": _linear_params(shape.heads * h, d, all_)}
     block |= {"q_norm": _norm(shape, h), "k_norm": _norm(shape, h)} if shape.head_norm else {}
     count = shape.experts[0]
     leading = (count,) if count else ()
-    mlp = {"up": _linear(d, shape.mlp, all_, *leading), "down": _linear(shape.mlp, d, all_, *leading)}
-    mlp |= {"gate": _linear(d, shape.mlp, all_, *leading)} if shape.gated else {}
-    return block | ({"experts": mlp, "router": _linear(d, count, False)} if count else {"mlp": mlp})
+    mlp = {"up": _linear_params(d, shape.mlp, all_, *leading), "down": _linear_params(shape.mlp, d, all_, *leading)}
+    mlp |= {"gate": _linear_params(d, shape.mlp, all_, *leading)} if shape.gated else {}
+    return block | ({"experts": mlp, "router": _linear_params(d, count, False)} if count else {"mlp": mlp})
 
 
 def make_batch(shape: ModelShape, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

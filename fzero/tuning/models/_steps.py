@@ -58,7 +58,9 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep
     shape = shape_of(model)
     check_int("length", length)
     if shape.task == "image" and (length // shape.patch) ** 2 + 1 != shape.positions:
-        raise ValueError(f"length={length}: {shape.name} takes images of {_side(shape.positions, shape.patch)} pixels")
+        raise ValueError(
+            f"length={length}: {shape.name} takes images of {_image_side(shape.positions, shape.patch)} pixels"
+        )
     if shape.task != "image" and 0 < shape.positions < length:
         raise ValueError(
             f"length={length}: {shape.name} has {shape.positions} positions, and takes no longer sequences"
@@ -233,5 +235,5 @@ def _forms_of_block(setting: bool | str, block: Callable[..., Any]) -> list[Call
     return [remat(block, save=None if setting is True else setting)]
 
 
-def _side(positions: int, patch: int) -> int:
+def _image_side(positions: int, patch: int) -> int:
     return round((positions - 1) ** 0.5) * patch

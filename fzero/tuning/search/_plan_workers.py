@@ -68,7 +68,7 @@ def _processes(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any]
     torch.set_num_threads(1)  # the threads of a parent do not survive a fork
     pool = ProcessPoolExecutor(count, get_context("fork"), _inherit, (run,))
     try:
-        yield lambda value: pool.submit(_run, value)
+        yield lambda value: pool.submit(_call_in_worker, value)
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
@@ -96,5 +96,5 @@ def _inherit(run: Callable[[Any], Any]) -> None:
     _functions.append(run)
 
 
-def _run(value: Any) -> Any:
+def _call_in_worker(value: Any) -> Any:
     return _functions[-1](value)

@@ -17,7 +17,7 @@ from fzero.graph._polynomials import Polynomial, _fit
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run import _lengths, _segment_compiler, _template
 from fzero.graph.run._lengths import Lengths, for_all_lengths
-from fzero.graph.run._segment import _key
+from fzero.graph.run._segment import _graph_key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import STEPS, in_inductors_place, interpreted, tokens, tokens_loss, tokens_params, traced
@@ -100,7 +100,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
     graph = traced(f, args)
     stand_ins = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     output_forms = [n.meta["val"] for n in fzero.graph.ir.graph_results(graph)]
-    return Code(graph, stand_ins, output_forms, name_of_code(_key(graph))), args
+    return Code(graph, stand_ins, output_forms, name_of_code(_graph_key(graph))), args
 
 
 @pytest.mark.slow

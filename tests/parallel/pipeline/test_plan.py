@@ -195,7 +195,7 @@ def test_a_stage_sends_back_before_its_weights_gradients_if_memory_allows_or_the
 
 
 @pytest.mark.slow
-def test_a_rematerialised_stage_recomputes_one_block_at_a_time():
+def test_a_stage_under_remat_recomputes_one_block_at_a_time():
     """Gradients of weights that waited for those of all activations would hold every block that remat computes."""
     wide = {"ranks": 2, "remat": True, "block": wide_block}
     lean, fast = [planned("1f1b", 8, 1, jit=jit, **wide) for jit in ({}, {"memory_budget": 1e12})]
