@@ -241,7 +241,8 @@ def write(rows: list[Row], command: str, folder: Path | None) -> None:
         "buckets of 1e6 elements.",
         f"![time against peak](peers.png)\n\n## Goals: {met} of {len(judged)} met, {within} within the spread",
         "A ratio of fzero's Inductor row to the peer's best of that stage; met if it is not above the goal. Of times "
-        "the quartiles of the rounds' ratios are there, too: where the goal lies between them, no difference was shown."
+        "the quartiles of the rounds' ratios are there, too: where the goal lies between them, no difference was "
+        "shown. The ratio is that of the medians, so it may lie outside these quartiles."
         if judged
         else "Only fzero's Inductor rows are judged, and there are none.",
         table(
