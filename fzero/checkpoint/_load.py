@@ -143,6 +143,16 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
     Raises:
         CheckpointError: if the leaves differ. The message names the first three.
     """
+    problems = _problems(saved, local, partial)
+    if problems:
+        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
+        hint += trouble_link("a-checkpoint-that-does-not-load")
+        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
+
+
+def _leaf_texts(saved: TreeLayout, local: TreeLayout) -> tuple[dict[str, str], dict[str, str]]:
+    """Show the leaves of a checkpoint and of a tree, by path. A None that the other lacks is left out."""
     theirs = {
         **{p: str(saved.leaves[i]) for p, i in saved.leaf_index.items()},
         **dict.fromkeys(saved.values, "a value"),
@@ -151,7 +161,12 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
     items = [(path, x) for path, x in local.values.items() if path in theirs or not is_none(x)]
     parts = [p for path, x in items for p in paths_of(path, x, saved.values)]
     ours = {**{p: str(local.leaves[i]) for p, i in local.leaf_index.items()}, **dict.fromkeys(parts, "a value")}
-    theirs = {p: text for p, text in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}
+    return {p: text for p, text in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}, ours
+
+
+def _problems(saved: TreeLayout, local: TreeLayout, partial: bool) -> list[str]:
+    """List how the leaves of a tree differ from those of a checkpoint."""
+    theirs, ours = _leaf_texts(saved, local)
     problems = []
     for path, text in ours.items():
         if path not in theirs:
@@ -171,11 +186,7 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
     for path, first in local.ties.items():
         if not problems and saved.leaf_index[path] != saved.leaf_index[first]:
             problems.append(f"leaves {first!r} and {path!r} are one tensor in the tree, and two in the checkpoint")
-    if problems:
-        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
-        hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
-        hint += trouble_link("a-checkpoint-that-does-not-load")
-        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
+    return problems
 
 
 def _rows_of(layout: TreeLayout, path: str) -> tuple[str, ...] | None:

@@ -300,21 +300,26 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
         elif tree.identity(x) in visited:
             unit_leaves.append(visited[tree.identity(x)]._replace(has_shard=False))
         else:
-            shape = tuple([int(n) for n in x.shape])
-            dtype = x.dtype if precision is None else precision.dtype_of(path, x)
-            spec_id = intern_parts(
-                unit=path,
-                sharded_over=(),
-                paths=(path,),
-                shapes=(shape,),
-                dtype=dtype,
-                reduce_grads="each",
-                split=(),
-                bound=axis_names(),
-            )
-            unit_leaves.append(_UnitLeaf(spec_id, 0, True, shape))
-            visited[tree.identity(x)] = _UnitLeaf(spec_id, 0, True, shape)
+            unit_leaf = _unit_of_plain(path, x, precision)
+            unit_leaves.append(unit_leaf)
+            visited[tree.identity(x)] = unit_leaf
     return unit_leaves
+
+
+def _unit_of_plain(path: str, x: torch.Tensor, precision: Precision | None) -> _UnitLeaf:
+    """Return the place of a plain leaf, which is a unit of its own, sharded over no axis."""
+    shape = tuple([int(n) for n in x.shape])
+    spec_id = intern_parts(
+        unit=path,
+        sharded_over=(),
+        paths=(path,),
+        shapes=(shape,),
+        dtype=x.dtype if precision is None else precision.dtype_of(path, x),
+        reduce_grads="each",
+        split=(),
+        bound=axis_names(),
+    )
+    return _UnitLeaf(spec_id, 0, True, shape)
 
 
 def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> Tree:

@@ -259,34 +259,16 @@ def make_engine(
     rest = [_divide_at_blocks(other.requires_grad_(False)) for other in others]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
     in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.others)
-    loss_scale = precision is not None and precision.param is torch.float16
-    train_step = LoopStep(
-        models=in_step,
-        loss=loss,
-        optimizer_groups=optimizer_groups,
-        ranks=mesh.size,
-        clip=options.clip,
-        precision=precision,
-        loss_scale=loss_scale,
-        autograd=backend is None,
-    )
+    train_step = _make_train_step(in_step, loss, optimizer_groups, options)
     step = shard(train_step, stage=options.stage, mesh=mesh)
     rates = [0.0] * len(optimizer_groups.names) if opt is None else optimizer_groups.rates(opt)
     params, opt_state = step.init(by_block.params, train_step.optimizer(rates), donate=True)
 
-    def split(functional: nn.Functional, module: torch.nn.Module) -> tuple[Any, Any]:
-        buffers = {name: functional.buffers[name] for name, _ in module.named_buffers()}
-        frozen = {name: x for name, x in functional.buffers.items() if name not in buffers}
-        frozen = frozen if precision is None else precision.cast(frozen)
-        return step.partition(frozen), mesh.device_put(buffers)
-
-    frozen = {name: x for name, x in by_block.buffers.items() if name not in dict(model.named_buffers())}
-    exact_frozen = {} if precision is None else _exact_frozen(step, frozen, precision)
-    state = [split(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
-    for module in (
-        others if options.in_place else (model, *others)
-    ):  # callers hold their model on, and its memory with it
-        module.to("meta")
+    parts = [_split_buffers(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
+    exact_frozen = {} if precision is None else _exact_frozen(step, parts[0][0], precision)
+    cast = (lambda frozen: frozen) if precision is None else precision.cast
+    state = [(step.partition(cast(frozen)), mesh.device_put(buffers)) for frozen, buffers in parts]
+    _release_modules(others if options.in_place else (model, *others))
     for module in (model, *others, *[apply.module for apply in (models.apply, *models.others)]):
         guard(module)
     if opt is not None:
@@ -301,6 +283,36 @@ def make_engine(
         exact_frozen=exact_frozen,
         precision=precision,
     )
+
+
+def _make_train_step(
+    models: Models, loss: Callable[..., torch.Tensor], optimizer_groups: ParamGroups, options: EngineOptions
+) -> LoopStep:
+    """Return the step that is sharded. Gradients of float16 are scaled."""
+    precision = options.precision
+    return LoopStep(
+        models=models,
+        loss=loss,
+        optimizer_groups=optimizer_groups,
+        ranks=options.mesh.size,
+        clip=options.clip,
+        precision=precision,
+        loss_scale=precision is not None and precision.param is torch.float16,
+        autograd=options.backend is None,
+    )
+
+
+def _split_buffers(functional: nn.Functional, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split what a module does not train into its frozen parameters and its buffers."""
+    buffers = {name: functional.buffers[name] for name, _ in module.named_buffers()}
+    frozen = {name: x for name, x in functional.buffers.items() if name not in buffers}
+    return frozen, buffers
+
+
+def _release_modules(modules: Sequence[torch.nn.Module]) -> None:
+    """Move modules to meta: callers hold their model on, and its memory with it."""
+    for module in modules:
+        module.to("meta")
 
 
 def _exact_frozen(step: ShardedStep, frozen: Mapping[str, torch.Tensor], policy: optim.Precision) -> Any:

@@ -175,32 +175,36 @@ def check_params(
             raise ValueError(
                 f"param_argnums={tuple(param_argnums)}: the step was called with {len(args)} positional arguments{hint}"
             )
-        if is_opt_state(args[i]):
-            raise TypeError(
-                f"argument {i} (parameters) is the state of an optimizer, {_type_name(args[i])}: pass the arguments in "
-                "train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
-            )
-        if isinstance(args[i], PerRank):
-            raise TypeError(
-                f"argument {i} (parameters) is {args[i]!r}, as mesh.split makes of a batch: pass the arguments in "
-                "train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
-            )
-        if isinstance(args[i], torch.nn.Module):
-            raise TypeError(
-                f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
-                "step.init(module, opt), and apply = fzero.nn.functional(module).apply for the loss"
-            )
-        if sharded and not _is_sharded(args[i]) and _has_a_unit(args[i], rules):
-            raise tree.LayoutError(
-                f"argument {i} (parameters) is plain, and stage {stage} takes it sharded: "
-                "params, opt_state = step.init(params, opt); for parameters that a step of another stage trained, "
-                "step.partition(params)"
-            )
-        if not sharded and _is_sharded(args[i]):
-            raise tree.LayoutError(
-                f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
-                "that sharded it, then step.partition(params)"
-            )
+        _check_one_params(i, args[i], stage, sharded, rules)
+
+
+_IN_ORDER = (
+    "pass the arguments in train_step's order; if parameters are not the first, use fzero.shard(..., param_argnums=1)"
+)
+
+
+def _check_one_params(i: int, params: Any, stage: int, sharded: bool, rules: LayoutRules) -> None:
+    """Check that one argument is a tree of parameters in the stage's layout; see `check_params`."""
+    if is_opt_state(params):
+        raise TypeError(f"argument {i} (parameters) is the state of an optimizer, {_type_name(params)}: {_IN_ORDER}")
+    if isinstance(params, PerRank):
+        raise TypeError(f"argument {i} (parameters) is {params!r}, as mesh.split makes of a batch: {_IN_ORDER}")
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"argument {i} (parameters) is a module, and a step takes a tree of tensors: params, opt_state = "
+            "step.init(module, opt), and apply = fzero.nn.functional(module).apply for the loss"
+        )
+    if sharded and not _is_sharded(params) and _has_a_unit(params, rules):
+        raise tree.LayoutError(
+            f"argument {i} (parameters) is plain, and stage {stage} takes it sharded: "
+            "params, opt_state = step.init(params, opt); for parameters that a step of another stage trained, "
+            "step.partition(params)"
+        )
+    if not sharded and _is_sharded(params):
+        raise tree.LayoutError(
+            f"argument {i} (parameters) is sharded, and stage {stage} takes it plain: gather it with the step "
+            "that sharded it, then step.partition(params)"
+        )
 
 
 def _type_name(values: Any) -> str:

@@ -128,7 +128,7 @@ MUTANTS = [
         Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
-        Fault("a value by rank along one axis is read as one of another", "_check_leaves", never("there != here")),
+        Fault("a value by rank along one axis is read as one of another", "_problems", never("there != here")),
         Fault("axes of one rank count among those of a value by rank", "_rows_of", dropped("A.size(B) > 1")),
         Fault("a value of all ranks is read only on axes of its names", "_rows_of", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),

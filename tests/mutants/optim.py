@@ -146,7 +146,7 @@ MUTANTS = [
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
     ),
     *File("optim/matrices/_muon.py", FULL_LEAVES).faults(
-        Fault("Muon decays no parameter", "muon.update", bare("A - rate * B * p")),
+        Fault("Muon decays no parameter", "_decay", bare("A - rate * B * p")),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("optim/matrices/_matrix_shards.py", FULL_LEAVES).faults(

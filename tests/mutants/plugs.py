@@ -149,7 +149,7 @@ MUTANTS = [
         ),
     ),
     *File("plugs/_engine.py", TRAINER).faults(
-        Fault("the given model keeps its memory", "make_engine", skipped('module.to("meta")')),
+        Fault("the given model keeps its memory", "_release_modules", skipped('module.to("meta")')),
     ),
     *File("plugs/_param_groups.py", TRAINER).faults(
         Fault("a group's weight decay reaches all groups", "ParamGroups._of_group", becomes("name in members", "True")),

@@ -91,9 +91,9 @@ MUTANTS = [
         Fault("a None in place of another rank's blocks is not kept", "_value_like", never("A(B.get(C))")),
     ),
     *File("checkpoint/_load.py", CHECKPOINT).faults(
-        Fault("a None in `like` counts as a leaf that must be saved", "_check_leaves", dropped("A in B or not C(x)")),
+        Fault("a None in `like` counts as a leaf that must be saved", "_leaf_texts", dropped("A in B or not C(x)")),
         Fault(
-            "a saved None counts as a leaf that `like` must have", "_check_leaves", always("not A(B.values.get(C, 0))")
+            "a saved None counts as a leaf that `like` must have", "_leaf_texts", always("not A(B.values.get(C, 0))")
         ),
     ),
     *File("checkpoint/dcp/_leaf_names.py", CHECKPOINT).faults(

@@ -70,8 +70,8 @@ MUTANTS = [
         Fault("a step without results is not named", "check_results", never("A is None")),
         Fault(
             "a module passed as parameters is not refused",
-            "check_params",
-            never("isinstance(A[B], torch.nn.Module)"),
+            "_check_one_params",
+            never("isinstance(A, torch.nn.Module)"),
             SETUP,
         ),
     ),

@@ -1,5 +1,8 @@
 """Storages have kinds: a value is a gathered parameter, a gradient or another, by what computes and reads it."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import COPY, is_cheap, is_gather, is_linear, is_reduce_collective, users_through_views
@@ -13,32 +16,60 @@ def storage_kinds(graph: Graph) -> dict[Node, str]:
     """Return the kind of each node's value, from how the node is connected to collectives and to work."""
     kinds: dict[Node, str] = {}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    after_reduce: set[Node] = set()  # all nodes that depend on a collective that reduces
+    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
+    sets = _NodeSets(_after_reductions(nodes), _feeding_work(nodes), sums)
+    for n in reversed(nodes):
+        kinds[n] = _kind_of(n, sets, kinds)
+    return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
+
+
+class _NodeSets(NamedTuple):
+    """The nodes of a graph by what they are connected to.
+
+    Attributes:
+        after_reduce: the nodes that depend on a collective that reduces.
+        feeds_work: the nodes whose values reach work.
+        sums: the arguments of loops to which gradients are added.
+    """
+
+    after_reduce: set[Node]
+    feeds_work: set[Node]
+    sums: set[Any]
+
+
+def _after_reductions(nodes: Iterable[Node]) -> set[Node]:
+    """Return the nodes that depend on a collective that reduces."""
+    after_reduce: set[Node] = set()
     for n in nodes:
         if is_reduce_collective(n) or any(a in after_reduce for a in n.all_input_nodes):
             after_reduce.add(n)
+    return after_reduce
+
+
+def _feeding_work(nodes: Sequence[Node]) -> set[Node]:
+    """Return the nodes whose values reach work, at once or through cheap nodes."""
     feeds_work: set[Node] = set()
     for n in reversed(nodes):
         if not is_cheap(n) or n in feeds_work:
             feeds_work.update(n.all_input_nodes)
-    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
-    for n in reversed(nodes):
-        users = list(n.users)
-        if is_gather(n):
-            kinds[n] = "gathered"
-        elif is_reduce_collective(n) or n in sums or any(u in sums for u in users):
-            kinds[n] = "gradients"
-        elif n in after_reduce and n not in feeds_work:
-            kinds[n] = "buffers"
-        elif users and all(is_reduce_collective(u) for u in users_through_views(n)):
-            kinds[n] = "packed"
-        elif (
-            users and n not in feeds_work and all(kinds.get(u) == "packed" or _keeps_gradients(u, kinds) for u in users)
-        ):
-            kinds[n] = "gradients"
-        else:
-            kinds[n] = "buffers" if n.target is COPY else "activations"
-    return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
+    return feeds_work
+
+
+def _kind_of(node: Node, sets: _NodeSets, kinds: dict[Node, str]) -> str:
+    """Return the kind of a node's value, "packed" for packed gradients; `kinds` has those of all later nodes."""
+    users = list(node.users)
+    if is_gather(node):
+        return "gathered"
+    if is_reduce_collective(node) or node in sets.sums or any(u in sets.sums for u in users):
+        return "gradients"
+    if node in sets.after_reduce and node not in sets.feeds_work:
+        return "buffers"
+    if users and all(is_reduce_collective(u) for u in users_through_views(node)):
+        return "packed"
+    reaches_work = node in sets.feeds_work
+    if users and not reaches_work and all(kinds.get(u) == "packed" or _keeps_gradients(u, kinds) for u in users):
+        return "gradients"
+    return "buffers" if node.target is COPY else "activations"
 
 
 def _keeps_gradients(user: Node, kinds: dict[Node, str]) -> bool:

@@ -115,36 +115,54 @@ def muon(
         count = torch.zeros((), dtype=torch.int64, device="cpu")
         return MuonState(count, init_moment(params, policy, signed=True))
 
-    def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = g.to(m.dtype)
-        new = lerp(m, wide, 1 - momentum)
-        return (lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
-
     def update(grads: Updates, state: MuonState, params: Params | None = None) -> tuple[Updates, MuonState]:
         """Return the updates and the state after one step of Muon."""
         check_moment(state.momentum, grads, policy)
         is_matrix = _check_mask(grads, mask, fallback is not None)
         rate = rate_at(learning_rate, state.count)
-        if policy is not None:
-            ahead, (average,) = map_moments(step, (True,), grads, (state.momentum,))
-        else:
-            average = tree.map(lambda g, m: lerp(m, g, 1 - momentum), grads, state.momentum)
-            ahead = tree.map(lambda g, m: lerp(g, m, momentum), grads, average) if nesterov else average
+        ahead, average = _momentum_direction(grads, state.momentum, momentum, nesterov, stored_exactly=policy is None)
         directions = map_matrices(direction, ahead, tree.leaves_up_to(grads, is_matrix, is_box), ns_dtype)
         scales = per_leaf(
             grads, tree.map(lambda p, m: _scale(adjust_lr_fn, p) if m else 0.0, abstract(grads), is_matrix)
         )
         updates = tree.map(lambda d, s: (-rate * s * d).to(d.dtype), directions, scales)
         if not is_zero(weight_decay):
-            if params is None:
-                raise ValueError("muon with weight_decay needs the parameters: opt.update(grads, state, params)")
-            updates = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), updates, params)
+            updates = _decay(updates, params, rate, weight_decay)
         return updates, MuonState(state.count + 1, average)
 
     matrices = Optimizer(init, update, exact_on_shards=True, elementwise=False)
     if fallback is None:
         return matrices
     return chain(masked(matrices, lambda p: _mask(p, mask)), masked(fallback, lambda p: _negate_mask(_mask(p, mask))))
+
+
+def _momentum_direction(
+    grads: Updates, average: Tree, momentum: Scalar, nesterov: bool, stored_exactly: bool
+) -> tuple[Tree, Tree]:
+    """Return the momentum to step along, and the new moving average of the gradients."""
+
+    def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = g.to(m.dtype)
+        new = lerp(m, wide, 1 - momentum)
+        return (lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
+
+    if not stored_exactly:
+        ahead, (average,) = map_moments(step, (True,), grads, (average,))
+        return ahead, average
+    average = tree.map(lambda g, m: lerp(m, g, 1 - momentum), grads, average)
+    ahead = tree.map(lambda g, m: lerp(g, m, momentum), grads, average) if nesterov else average
+    return ahead, average
+
+
+def _decay(updates: Updates, params: Params | None, rate: Scalar, weight_decay: Scalar) -> Updates:
+    """Subtract a share of the parameters from the updates.
+
+    Raises:
+        ValueError: if there are no parameters.
+    """
+    if params is None:
+        raise ValueError("muon with weight_decay needs the parameters: opt.update(grads, state, params)")
+    return tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), updates, params)
 
 
 def _orthogonalize(
