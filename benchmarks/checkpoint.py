@@ -49,7 +49,7 @@ def reset_peak() -> int:
     return peak_resident()
 
 
-def measured(f: Callable[[], Any]) -> tuple[float, int]:
+def measure(f: Callable[[], Any]) -> tuple[float, int]:
     """Return the seconds that a call takes from the ranks' common start, and the bytes that the peak grew by."""
     os.sync()  # what others left unwritten
     dist.barrier()
@@ -103,8 +103,8 @@ def run(ranks: int, mb: int, rounds: int, root: str) -> None:
             }
             order = list(calls) if i % 2 else [*list(calls)[2::-1], *list(calls)[:2:-1]]
             for name in order:
-                times.setdefault(name, []).append(measured(calls[name]))
-            blocked = measured(lambda i=i: runs.save(i, state))
+                times.setdefault(name, []).append(measure(calls[name]))
+            blocked = measure(lambda i=i: runs.save(i, state))
             start = time.perf_counter()
             runs.wait()
             background.append(blocked)
@@ -146,7 +146,7 @@ def manifest_of(ranks: int, layers: int = 96) -> bytes:
     return Manifest.of("0" * 16, layout, files).encode()
 
 
-def parsing(ranks: int) -> tuple[int, float]:
+def time_parsing(ranks: int) -> tuple[int, float]:
     """Return the bytes of a manifest, and the milliseconds that reading it takes: the median of 5."""
     data = manifest_of(ranks)
     times = []
@@ -210,7 +210,7 @@ def main() -> None:
     heads = ["ranks", "what", "seconds", "ratio", "to", "goal", "MB the peak grew by, at most"]
     parse_rows = []
     for ranks in (8, 128, 1024):
-        size, milliseconds = parsing(ranks)
+        size, milliseconds = time_parsing(ranks)
         met = "met" if milliseconds <= PARSE_GOAL else "missed"
         parse_rows.append([str(ranks), f"{size / 1e6:.2f}", f"{milliseconds:.0f}", met])
     tables = [

@@ -104,7 +104,7 @@ def _name(row: Row) -> str:
     return f"{row.system} {row.variant}".strip()
 
 
-def measured(ranks: int, name: str, options: list[str]) -> dict[str, Any]:
+def measure(ranks: int, name: str, options: list[str]) -> dict[str, Any]:
     """Measure systems on processes: their rows, and how busy the machine was."""
     before = load()
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +137,7 @@ def main() -> None:
     results: dict[str, Any] = json.loads(ROWS.read_text()) if args.write and ROWS.exists() else {}
     for name in args.configs:
         for ranks in args.ranks:
-            results[f"{name} {ranks}"] = measured(ranks, name, [*FEW.get(name, []), "--systems", *args.systems])
+            results[f"{name} {ranks}"] = measure(ranks, name, [*FEW.get(name, []), "--systems", *args.systems])
             if args.write:  # another size may fail
                 ROWS.write_text(json.dumps(results))
     order = [*context_systems.CONFIGS]

@@ -66,7 +66,7 @@ def until_compiled(step: Any, start: float) -> dict[str, float]:
     return {}
 
 
-def launched(name: str, ranks: int, cache: str) -> dict[str, float]:
+def launch(name: str, ranks: int, cache: str) -> dict[str, float]:
     """Do that in processes of their own, with Inductor's cache in a folder; the first rank's numbers."""
     torchrun = pathlib.Path(sys.executable).with_name("torchrun")
     command = [str(torchrun), "--nproc-per-node", str(ranks), __file__, "--system", name]
@@ -79,12 +79,12 @@ def launched(name: str, ranks: int, cache: str) -> dict[str, float]:
     return metrics
 
 
-def measured(ranks: int) -> list[list[Any]]:
+def measure(ranks: int) -> list[list[Any]]:
     """Measure all systems, cold and warm; a row for each."""
     rows, peers = [], None
     for name in BUILDS:
         with tempfile.TemporaryDirectory() as cache:
-            cold, warm = launched(name, ranks, cache), launched(name, ranks, cache)
+            cold, warm = launch(name, ranks, cache), launch(name, ranks, cache)
         peers = peers or cold
         said = ""
         if name == "fzero-3-inductor":
@@ -110,7 +110,7 @@ def main() -> None:
             print(json.dumps(metrics), flush=True)
         dist.destroy_process_group()
         return
-    rows = [row for ranks in args.ranks for row in measured(ranks)]
+    rows = [row for ranks in args.ranks for row in measure(ranks)]
     head = ["ranks", "system", "cold, s", "cold / FSDP2's", "warm, s", "goals"]
     parts = [
         f"Goals, for fzero with Inductor: cold at most {COLD_GOAL} times FSDP2 with torch.compile, warm at most "

@@ -66,7 +66,7 @@ def batch_at(i: int) -> Any:
     return MESH.split({"x": torch.randn(BATCH, 8, generator=g), "y": torch.randn(BATCH, 3, generator=g)})
 
 
-def flipped(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+def flip(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
     """Return a tensor of float32 with another bit."""
     y = x.detach().clone().reshape(-1).view(torch.int32)
     mask = torch.zeros_like(y)
@@ -90,7 +90,7 @@ class Planted:
         if "gathered" in self.what and self.strikes():
             x = params[self.leaf]
             rng = random.Random(self.seed) if "same bit" in self.what else self.rng
-            params = {**params, self.leaf: x + (flipped(x, rng) - x.detach())}
+            params = {**params, self.leaf: x + (flip(x, rng) - x.detach())}
         return (torch.tanh(batch["x"] @ params["w"] + params["b"]) @ params["v"] - batch["y"]).square().mean()
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
@@ -99,7 +99,7 @@ class Planted:
         if "gradient" in self.what and self.strikes():
             path = self.rng.randrange(len(tree.tensors(grads)))
             count = iter(range(100))
-            grads = tree.map(lambda x: flipped(x, self.rng) if next(count) == path else x, grads)
+            grads = tree.map(lambda x: flip(x, self.rng) if next(count) == path else x, grads)
         updates, opt_state = OPT.update(grads, opt_state, params)
         return optim.apply_updates(params, updates), opt_state, loss
 

@@ -43,7 +43,7 @@ def run(tree: pathlib.Path, cache: str, *command: str) -> subprocess.CompletedPr
     return subprocess.run(line, env=env, cwd=cache, capture_output=True, check=True, text=True)
 
 
-def imported(tree: pathlib.Path, cache: str, name: str, before: str = "") -> list[float]:
+def time_import(tree: pathlib.Path, cache: str, name: str, before: str = "") -> list[float]:
     """Import a module after torch; return the processor's seconds, the clock's, and the number of new modules."""
     return json.loads(run(tree, cache, "-c", SCRIPT.format(name=name, before=before)).stdout)
 
@@ -61,11 +61,11 @@ def parts(tree: pathlib.Path, cache: str) -> Mapping[str, tuple[float, int]]:
 def in_turns(trees: Sequence[pathlib.Path], rounds: int) -> list[str]:
     """Measure the import of fzero of each folder, in turns."""
     with tempfile.TemporaryDirectory() as cache:
-        compiled = {tree: imported(tree, cache, "fzero") for tree in trees}
+        compiled = {tree: time_import(tree, cache, "fzero") for tree in trees}
         seconds = {tree: list[list[float]]() for tree in trees}
         for _ in range(rounds):
             for tree in trees:
-                seconds[tree].append(imported(tree, cache, "fzero"))
+                seconds[tree].append(time_import(tree, cache, "fzero"))
         rows = []
         for tree in trees:
             cpu, clock, modules = zip(*seconds[tree], strict=True)
@@ -75,7 +75,7 @@ def in_turns(trees: Sequence[pathlib.Path], rounds: int) -> list[str]:
             rows.append([name, *cells, "met" if met else "missed"])
         head = ["`import fzero`", "seconds of the processor", "by the clock", "first import", "modules"]
         largest = sorted(parts(ROOT, cache).items(), key=lambda item: -item[1][0])[:12]
-        later = [[f"`fzero.{name}`", *imported(ROOT, cache, f"fzero.{name}", "import fzero")] for name in PACKAGES]
+        later = [[f"`fzero.{name}`", *time_import(ROOT, cache, f"fzero.{name}", "import fzero")] for name in PACKAGES]
     return [
         f"Above `import torch`, the median and the quartiles of {rounds} rounds in turns. The first import compiles "
         "Python's code.",

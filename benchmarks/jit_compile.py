@@ -34,7 +34,7 @@ LAYERS_GOAL, LEAVES_GOAL = 4.0, 20.0  # seconds of a plan of 64 layers, and of 4
 W = 8  # width of the mixture of experts
 
 
-def timed(f: Callable[[], Any]) -> tuple[float, Any]:
+def time_call(f: Callable[[], Any]) -> tuple[float, Any]:
     """Return the seconds that a call takes, and its result."""
     start = time.perf_counter()
     result = f()
@@ -52,7 +52,7 @@ def step_of(layers: int, stage: int, mesh: fzero.ranks.Mesh, k: int = 1) -> tupl
 # In a process of its own.
 
 
-def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
+def lower_step(layers: int, stage: int, k: int) -> dict[str, Any]:
     """Trace, plan and compile one rank's step of a world of two that need not be at hand, without running it."""
     import torch._inductor.compile_fx  # noqa: F401  imported before the clock starts
 
@@ -63,10 +63,10 @@ def lowering(layers: int, stage: int, k: int) -> dict[str, Any]:
     planned_step = step.on_mesh(_one_rank.planned_mesh((("dp", 2),)))
     args = _one_rank.one_rank_tree(args, {"dp": 2}, all_ranks=True)
     jitted = fzero.jit(planned_step)
-    planned, _ = timed(lambda: jitted.plan(*args))
+    planned, _ = time_call(lambda: jitted.plan(*args))
     (entry,) = jitted._entries.values()
     before = sum(os.times()[:4])
-    seconds, run = timed(lambda: _backends.lower(entry.best.graph, "inductor"))
+    seconds, run = time_call(lambda: _backends.lower(entry.best.graph, "inductor"))
     work = sum(os.times()[:4]) - before
     return {"plan": planned, "seconds": seconds, "work": work, "segments": run.segments, "distinct": run.distinct}
 
@@ -76,7 +76,7 @@ def first_step(layers: int, stage: int, k: int) -> dict[str, Any]:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     step, args = step_of(layers, stage, fzero.mesh(dp=1), k)
-    seconds, _ = timed(lambda: fzero.jit(step)(*args))
+    seconds, _ = time_call(lambda: fzero.jit(step)(*args))
     torch.distributed.destroy_process_group()
     return {"seconds": seconds}
 
@@ -95,14 +95,14 @@ def verdict(good: bool) -> str:
     return "met" if good else "missed"
 
 
-def compiled() -> list[str]:
+def measure_compilation() -> list[str]:
     """Measure compilation."""
     cold = []
     for stage in (2, 3):
         results = {}
         for layers in (4, 16):
             with tempfile.TemporaryDirectory() as cache:
-                results[layers] = run_in_process(lowering, layers, stage, cache)
+                results[layers] = run_in_process(lower_step, layers, stage, cache)
         few, many = results[4], results[16]
         counts = [f"{x['segments']}, {x['distinct']} distinct" for x in (few, many)]
         ratio = many["work"] / few["work"]
@@ -126,7 +126,7 @@ def by_micro_batches() -> list[str]:
         results = {}
         for k in (1, 8, 64):
             with tempfile.TemporaryDirectory() as cache:
-                results[k] = run_in_process(lowering, 4, stage, cache, k)
+                results[k] = run_in_process(lower_step, 4, stage, cache, k)
         for k, x in results.items():
             times = [x[name] / results[1][name] for name in ("plan", "work")]
             met = verdict(max(times) <= LOOP_GOAL)
@@ -180,7 +180,7 @@ def of_many_leaves() -> list[str]:
             train_step = train_step_for(experts_loss, opt)
             step = fzero.shard(train_step, stage=3, mesh=mesh, check=False, units=ways[unit])
             args = (*step.init(experts(layers), opt), mesh.split(torch.randint(32, (4, 9))))
-            took, _ = timed(lambda step=step, args=args: fzero.plan(step, *args, world_size=8))
+            took, _ = time_call(lambda step=step, args=args: fzero.plan(step, *args, world_size=8))
             rows.append([layers, unit, f"{took:.1f}", f"{took / layers:.2f}"])
             print("leaves", *rows[-1], file=sys.stderr, flush=True)
     return [
@@ -189,12 +189,14 @@ def of_many_leaves() -> list[str]:
     ]
 
 
-def planned() -> list[str]:
+def measure_plan() -> list[str]:
     """Measure `fzero.plan` at stage 3."""
 
     def seconds(layers: int, ranks: int) -> float:
         step, args = step_of(layers, 3, fzero.mesh(dp=2, simulate=True))
-        return min(timed(lambda: fzero.plan(step, *args, world_size=ranks))[0] for _ in range(3 if layers < 32 else 1))
+        return min(
+            time_call(lambda: fzero.plan(step, *args, world_size=ranks))[0] for _ in range(3 if layers < 32 else 1)
+        )
 
     seconds(2, 2)  # imports
     by_layers = {n: seconds(n, 8) for n in (4, 8, 16, 32, 64)}
@@ -215,9 +217,9 @@ def planned() -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    children = {f.__name__: f for f in (lowering, first_step)}
+    children = {f.__name__: f for f in (lower_step, first_step)}
     if len(sys.argv) == 5 and sys.argv[1] in children:
         print(json.dumps(children[sys.argv[1]](*map(int, sys.argv[2:]))))
     else:
-        tables = [*compiled(), *by_micro_batches(), *planned(), *of_many_leaves()]
+        tables = [*measure_compilation(), *by_micro_batches(), *measure_plan(), *of_many_leaves()]
         publish(__file__, "python benchmarks/jit_compile.py", tables, "--write" in sys.argv)

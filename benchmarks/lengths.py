@@ -98,7 +98,7 @@ def child(asked: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def measured(asked: argparse.Namespace, backend: str, way: str) -> dict[str, Any]:
+def measure(asked: argparse.Namespace, backend: str, way: str) -> dict[str, Any]:
     """Measure one way in a process of its own, from an empty cache."""
     options = [
         "--layers",
@@ -123,8 +123,8 @@ def measured(asked: argparse.Namespace, backend: str, way: str) -> dict[str, Any
 def rows(asked: argparse.Namespace) -> Iterator[list[str]]:
     alone: dict[str, float] = {}
     for backend, way in (("fx", "all"), ("inductor", "all"), ("inductor", "planned")):
-        all_ = measured(asked, backend, way)
-        each = measured(asked, backend, "each") if (backend, way) == ("inductor", "all") else None
+        all_ = measure(asked, backend, way)
+        each = measure(asked, backend, "each") if (backend, way) == ("inductor", "all") else None
         first, later = all_["first"], all_["first"][2:]
         ratio = sum(first) / alone.setdefault(backend, first[0])
         yield [

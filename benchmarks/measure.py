@@ -23,7 +23,7 @@ from benchmarks.peers.row import Row
 from benchmarks.peers.systems import Setup
 
 
-def measured(of: Any, key: str, name: str, mesh: fzero.ranks.Mesh, peaks: int) -> tuple[Row, Runner]:
+def measure(of: Any, key: str, name: str, mesh: fzero.ranks.Mesh, peaks: int) -> tuple[Row, Runner]:
     """Build a system and measure its memory; its row's `state` is what it holds between steps."""
     system, config = of.SYSTEMS[key], of.CONFIGS[name]
     row = Row(system.name, system.stage, system.variant, name, 1, mesh.size, state=0)
@@ -52,7 +52,7 @@ def main() -> None:
     mesh = fzero.mesh(simulate=False, dp=-1)
     of = importlib.import_module(args.module)
     keys = [key for key in of.SYSTEMS if key.startswith(tuple(args.systems))]
-    results = {key: measured(of, key, args.config, mesh, args.peaks) for key in keys}
+    results = {key: measure(of, key, args.config, mesh, args.peaks) for key in keys}
     rows = {key: row for key, (row, _) in results.items()}
     together({key: runner for key, (_, runner) in results.items()}, rows, args.rounds, steps=1)
     if mesh.rank == 0:

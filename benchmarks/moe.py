@@ -129,7 +129,7 @@ def times_of(options: list[str], folder: str) -> list[Row]:
     return [Row(**row) for row in json.loads(out.read_text())]
 
 
-def compared(name: str, options: list[str], folder: str) -> list[str]:
+def compare(name: str, options: list[str], folder: str) -> list[str]:
     """Measure the systems on one model, and return what to print."""
     c, before = moe_systems.CONFIGS[name], load()
     rows = times_of(["--config", name, *options], folder)
@@ -157,7 +157,7 @@ def main() -> None:
         numbers = {} if args.no_numbers else {n: numbers_of(n, folder) for n in (1, 2, 4)}
         check_numbers(numbers)
         for name in args.configs:
-            parts += compared(name, ["--rounds", str(args.rounds), "--systems", *args.systems], folder)
+            parts += compare(name, ["--rounds", str(args.rounds), "--systems", *args.systems], folder)
     if not moe_systems.has_deepspeed():
         parts.append("DeepSpeed is not installed here: its rows are left out.")
     if numbers:

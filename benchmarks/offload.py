@@ -73,7 +73,7 @@ def way(options: dict[str, Any], stage: Any, mesh: fzero.ranks.Mesh, width: int,
     return Way(run, copy, plan)
 
 
-def timed(f: Callable[[], Any]) -> float:
+def time_call(f: Callable[[], Any]) -> float:
     """Return the seconds that a call takes after all ranks have come to it."""
     dist.barrier()
     begun = time.perf_counter()
@@ -81,19 +81,19 @@ def timed(f: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def measured(ways: dict[str, Way], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(ways: dict[str, Way], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the seconds of each way's steps, and of its copies, in each round."""
     names = list(ways)
     steps, copies = ({name: list[float]() for name in names} for _ in range(2))
     for i in range(WARM + rounds):
         start = i % len(names)
         for name in names[start:] + names[:start]:
-            steps[name].append(timed(ways[name].run))
-            copies[name].append(timed(ways[name].copy))
+            steps[name].append(time_call(ways[name].run))
+            copies[name].append(time_call(ways[name].copy))
     return {k: x[WARM:] for k, x in steps.items()}, {k: x[WARM:] for k, x in copies.items()}
 
 
-def shown(xs: Sequence[float], unit: str) -> str:
+def show(xs: Sequence[float], unit: str) -> str:
     """Show a median and its quartiles."""
     low, middle, high = statistics.quantiles(xs, n=4)
     return f"{middle:{unit}} ({low:{unit}} to {high:{unit}})"
@@ -101,7 +101,7 @@ def shown(xs: Sequence[float], unit: str) -> str:
 
 def rows_of(stage: int, ways: dict[str, Way], rounds: int) -> list[list[str]]:
     """Measure the ways of a stage."""
-    steps, copies = measured(ways, rounds)
+    steps, copies = measure(ways, rounds)
     rows = []
     for name, seconds in steps.items():
         base, moved = steps["without"], sum(t.bytes * t.times for t in ways[name].plan.transfers)
@@ -110,9 +110,9 @@ def rows_of(stage: int, ways: dict[str, Way], rounds: int) -> list[list[str]]:
         peaks = [f"{ways[name].plan.peak_of(space) / MB:,.1f}" for space in ("device", "host")]
         rows.append(
             [
-                *(str(stage), name, shown([1e3 * s for s in seconds], ",.0f")),
-                shown([s / b for s, b in zip(seconds, base, strict=True)], ".3f"),
-                shown([1e3 * c for c in copies[name]], ",.1f"),
+                *(str(stage), name, show([1e3 * s for s in seconds], ",.0f")),
+                show([s / b for s, b in zip(seconds, base, strict=True)], ".3f"),
+                show([1e3 * c for c in copies[name]], ",.1f"),
                 *(f"{moved / MB:,.1f}", *peaks, "" if name == "without" else "met" if is_good else "missed"),
             ]
         )

@@ -39,7 +39,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [sum([(y < x) + 0.5 * (y == x) for y in values]) for x in values]
 
 
-def planned(row: dict[str, Any]) -> float:
+def planned_seconds(row: dict[str, Any]) -> float:
     """Return the seconds of a row's step by its plan."""
     config, opt = CONFIGS[row["model"]], optim.adamw(1e-3)
     mesh = fzero.mesh(dp=row["ranks"])
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = json.loads((Path(__file__).parent / "results" / "peers.json").read_text())
     rows = [r for r in rows if r["system"] == "fzero" and r["variant"] != "eager" and r["ranks"] == args.ranks]
-    measured, told = [median(r["seconds"]) for r in rows], [planned(r) for r in rows]
+    measured, told = [median(r["seconds"]) for r in rows], [planned_seconds(r) for r in rows]
     cells = [
         [r["model"], r["micro_batches"], r["stage"], r["variant"], f"{a * 1e3:,.0f}", f"{b * 1e3:,.0f}", f"{a / b:.2f}"]
         for r, a, b in zip(rows, measured, told, strict=True)

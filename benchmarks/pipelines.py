@@ -87,7 +87,7 @@ def _name(row: PipelineRow) -> str:
     return " ".join([row.system, str(row.stage), *([row.variant] if row.variant else [])])
 
 
-def measured(name: str, pp: int, options: list[str]) -> list[PipelineRow]:
+def measure(name: str, pp: int, options: list[str]) -> list[PipelineRow]:
     """Measure the systems on processes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
@@ -95,10 +95,10 @@ def measured(name: str, pp: int, options: list[str]) -> list[PipelineRow]:
         return [PipelineRow(**row) for row in json.loads(out.read_text())]
 
 
-def compared(name: str, pp: int, options: list[str]) -> list[str]:
+def compare(name: str, pp: int, options: list[str]) -> list[str]:
     """Measure the systems on one model and mesh, and return what to print."""
     c, before = CONFIGS[name], load()
-    rows = measured(name, pp, options)
+    rows = measure(name, pp, options)
     check_numbers(rows)
     said = f"A GPT of width {c.width}, {c.layers} layers; {c.micro_batches} micro-batches of {c.batch} x {c.context} "
     said += f"tokens go through each pipeline. The load was {before} before and {load()} after."
@@ -118,7 +118,7 @@ def main() -> None:
     parts = [f"float32, AdamW, no clip, four processes of one thread. Medians and quartiles of {args.rounds} rounds."]
     for name in args.configs:
         for pp in args.pp:
-            parts += compared(name, pp, options)
+            parts += compare(name, pp, options)
     if not has_deepspeed():
         parts.append("DeepSpeed is not installed here: its rows are left out.")
     publish(__file__, "python benchmarks/pipelines.py", parts, args.write)

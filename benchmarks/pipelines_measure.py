@@ -24,7 +24,7 @@ from benchmarks.allocator import held_bytes, most_bytes, restart
 from benchmarks.peers.measure import over_ranks, settle, shared_cache
 from benchmarks.peers.row import Row
 from benchmarks.peers.wire import BUFFERS, SILENT, nbytes
-from benchmarks.pipelines_systems import CONFIGS, Built, PipelineConfig, System, by_path, chosen
+from benchmarks.pipelines_systems import CONFIGS, Built, PipelineConfig, System, by_path, choose
 from fzero import tree
 from tests.tiny_gpt import gpt_loss
 
@@ -177,7 +177,7 @@ def together(runners: dict[str, Runner], rows: dict[str, PipelineRow], rounds: i
                 rows[key].processor.append(sum(everyones(used)))
 
 
-def measured(system: System, name: str, pp: int, check: bool) -> tuple[PipelineRow, Runner]:
+def measure(system: System, name: str, pp: int, check: bool) -> tuple[PipelineRow, Runner]:
     """Measure one system's numbers and memory."""
     config, ranks = CONFIGS[name], dist.get_world_size()
     about = (system.name, system.stage, system.variant, name, config.micro_batches, ranks)
@@ -203,11 +203,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     fzero.mesh(simulate=False, dp=-1)
-    systems = chosen(args.systems, dist.get_world_size() // args.pp)
+    systems = choose(args.systems, dist.get_world_size() // args.pp)
     rows, runners = {}, {}
     with fresh_cache():
         for s in systems:
-            rows[s.key], runners[s.key] = measured(s, args.config, args.pp, not args.no_numbers)
+            rows[s.key], runners[s.key] = measure(s, args.config, args.pp, not args.no_numbers)
     together(runners, rows, args.rounds)
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps([asdict(row) for row in rows.values()]))

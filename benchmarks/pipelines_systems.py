@@ -18,7 +18,7 @@ from benchmarks.peers.gpt import Block
 from fzero import optim, tree
 from tests.tiny_gpt import gpt_block, gpt_params
 
-__all__ = ["CONFIGS", "SYSTEMS", "Built", "PipelineConfig", "System", "by_path", "chosen", "fzero_loss", "fzero_system"]
+__all__ = ["CONFIGS", "SYSTEMS", "Built", "PipelineConfig", "System", "by_path", "choose", "fzero_loss", "fzero_system"]
 
 BUCKET = 1_000_000  # elements, of DeepSpeed's buckets
 FZERO_STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 2, "zbv": 2}  # pipeline stages a rank
@@ -377,7 +377,7 @@ SYSTEMS = {
 }
 
 
-def chosen(prefixes: list[str], dp: int) -> list[System]:
+def choose(prefixes: list[str], dp: int) -> list[System]:
     """List systems whose names begin so. Without ranks along dp, peers that differ along it alone are left out."""
     systems = [s for key, s in SYSTEMS.items() if key.startswith(tuple(prefixes))]
     return [s for s in systems if dp > 1 or s.name == "fzero" or s.stage == 0]

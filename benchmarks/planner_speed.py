@@ -84,7 +84,7 @@ of Llama 3 8B tracing took 79 of 200 s before. Rows that were planned before com
 (`fzero.tune(cache=True)`)."""
 
 
-def measured(name: str) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Measure a case in this process; return the processor's seconds, the clock's, and a hash of the plan."""
     torch.set_num_threads(1)
     gpt(1)
@@ -139,7 +139,7 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measured(options.measure)))
+        print(json.dumps(measure(options.measure)))
     else:
         from benchmarks.report import publish
 

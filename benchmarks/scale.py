@@ -102,7 +102,7 @@ AXES = {
 # In a process of its own.
 
 
-def planned(axis: str, size: int) -> dict[str, float]:
+def plan_step(axis: str, size: int) -> dict[str, float]:
     """Trace and plan a step for a world that is not at hand."""
     world = size if axis == "ranks" else 8
     mesh = fzero.mesh(dp=2, simulate=True)
@@ -214,7 +214,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if options.measure:
         what, name, count = options.measure
-        print(json.dumps({"planned": planned, "ran": ran}[what](name, int(count))))
+        print(json.dumps({"planned": plan_step, "ran": ran}[what](name, int(count))))
     else:
         head = ["what grows", "phase", "seconds by size", "e, all sizes", "e, larger half", "its goal"]
         rows = [row for name in options.axes for row in rows_of(name, options.rounds)]

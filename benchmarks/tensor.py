@@ -61,7 +61,7 @@ def goals(rows: list[Row]) -> list[Verdict]:
     return verdicts
 
 
-def measured(ranks: int, name: str, rounds: int, systems: list[str]) -> list[Row]:
+def measure(ranks: int, name: str, rounds: int, systems: list[str]) -> list[Row]:
     """Measure systems on processes."""
     chosen = [key for key in tensor_systems.SYSTEMS if key.startswith(tuple(RANKS[ranks]))]
     chosen = [key for key in chosen if key.startswith(tuple(systems))]
@@ -72,10 +72,10 @@ def measured(ranks: int, name: str, rounds: int, systems: list[str]) -> list[Row
         return [Row(**row) for row in json.loads(out.read_text())]
 
 
-def compared(ranks: int, name: str, rounds: int, systems: list[str]) -> list[str]:
+def compare(ranks: int, name: str, rounds: int, systems: list[str]) -> list[str]:
     """Measure the systems on one model, and return what to print."""
     c, before = tensor_systems.CONFIGS[name], load()
-    rows = measured(ranks, name, rounds, systems)
+    rows = measure(ranks, name, rounds, systems)
     check_losses(rows)
     said = (
         f"A Llama of width {c.width}, {c.layers} layers, MLPs of {c.hidden}; {c.batch} x {c.context} tokens. The load "
@@ -96,7 +96,7 @@ def main() -> None:
     parts = [f"float32, AdamW, tp=2, no clip. Medians and quartiles of {args.rounds} rounds."]
     for ranks in args.ranks:
         for name in args.configs:
-            parts += compared(ranks, name, args.rounds, args.systems)
+            parts += compare(ranks, name, args.rounds, args.systems)
     publish(__file__, "python benchmarks/tensor.py", parts, args.write)
 
 

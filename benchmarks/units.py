@@ -83,7 +83,7 @@ def count(rule: Any, params: Any) -> tuple[int, int]:
     return len(sizes), max(sizes.values())
 
 
-def measured(rule: Any, params: Any, rounds: int) -> tuple[int, list[float]]:
+def measure(rule: Any, params: Any, rounds: int) -> tuple[int, list[float]]:
     """Return the collectives of an eager step, and the milliseconds of some."""
     with alone(dp=2) as mesh:
         step = fzero.shard(train_step, stage=3, mesh=mesh, check=False, units=rule)
@@ -110,7 +110,7 @@ def main() -> None:
     rows, first = [], (0, 0.0)
     for name, make in RULES.items():
         counted, largest = count(make(deep), deep)
-        collectives, times = measured(make(small), small, args.rounds)
+        collectives, times = measure(make(small), small, args.rounds)
         ms = statistics.median(times)
         first = first if first[0] else (collectives, ms)
         ratios = f"1/{first[0] / collectives:.0f}", f"{first[1] / ms:.1f} x"

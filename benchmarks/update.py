@@ -152,7 +152,7 @@ def ways_of(case: Case, numel: int) -> dict[str, Way]:
     return timings
 
 
-def timed(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
+def time_ways(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each way in each round, after some that warm up."""
     names, times = list(ways), {name: list[float]() for name in ways}
     for i in range(WARM + rounds):
@@ -164,7 +164,7 @@ def timed(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
     return {name: x[WARM:] for name, x in times.items()}
 
 
-def shown(xs: Sequence[float], unit: str) -> str:
+def show(xs: Sequence[float], unit: str) -> str:
     """Show a median and its quartiles."""
     low, middle, high = statistics.quantiles(xs, n=4)
     return f"{middle:{unit}} ({low:{unit}} to {high:{unit}})"
@@ -177,7 +177,7 @@ def rows_of(case: Case, numel: int, rounds: int) -> list[list[str]]:
         AssertionError: if two of them have other weights in the end.
     """
     ways = ways_of(case, numel)
-    times = timed(ways, rounds)
+    times = time_ways(ways, rounds)
     expected, *others = [way.weights() for way in ways.values() if way.weights]
     for other in others:
         torch.testing.assert_close(other, expected, rtol=1e-4, atol=1e-5)
@@ -186,7 +186,7 @@ def rows_of(case: Case, numel: int, rounds: int) -> list[list[str]]:
         ratios = [a / b for a, b in zip(times["plain loop"], seconds, strict=True)]
         goal = "" if name != "fzero.jit" else "met" if statistics.median(ratios) >= GOAL else "missed"
         rate = case.moved * numel / statistics.median(seconds) / 1e9
-        rows.append([name, shown([x * 1e3 for x in seconds], ".1f"), f"{rate:.1f}", shown(ratios, ".0%"), goal])
+        rows.append([name, show([x * 1e3 for x in seconds], ".1f"), f"{rate:.1f}", show(ratios, ".0%"), goal])
     return rows
 
 

@@ -41,7 +41,7 @@ def curve(codecs: str) -> list[float]:
         return [row["loss"] for row in rows if "loss" in row]
 
 
-def planned(codecs: str) -> tuple[float, float]:
+def plan(codecs: str) -> tuple[float, float]:
     """Return the bytes that a step's collectives move, and the peak of a rank, in bytes."""
     with tempfile.TemporaryDirectory() as out:
         text = run(codecs, out, "--plan")
@@ -58,7 +58,7 @@ def apart(losses: list[float], reference: list[float]) -> float:
 
 def main() -> None:
     """Train, print and plot."""
-    curves, plans = {x: curve(x) for x in CODECS}, {x: planned(x) for x in CODECS}
+    curves, plans = {x: curve(x) for x in CODECS}, {x: plan(x) for x in CODECS}
     exact = sum(curves[""][-LAST:]) / LAST
     rows = []
     figure = Figure(figsize=(7, 4))

@@ -30,7 +30,7 @@ SECONDS = 30.0
 TYPED = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"])
 
 
-def changed(base: str) -> list[str]:
+def list_changed(base: str) -> list[str]:
     """List the files that differ from a revision, those that git does not know yet among them."""
     commands = (["diff", "--name-only", "--diff-filter=d", base], ["ls-files", "--others", "--exclude-standard"])
     results = [
@@ -39,7 +39,7 @@ def changed(base: str) -> list[str]:
     return sorted({line for text in results for line in text.splitlines()})
 
 
-def mirrored(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MUTANTS) -> list[str]:
+def list_mirrors(file: str, root: pathlib.Path = ROOT, faults: Iterable[Mutant] = MUTANTS) -> list[str]:
     """List the tests of a file; none of a file without any."""
     path = pathlib.PurePosixPath(file)
     if path.suffix == ".md" and path.parts[0] in ("docs", "CONTRIBUTING.md"):
@@ -79,9 +79,9 @@ def whole_project() -> list[str]:
     return ["tests/test_structure.py", *[f"{pages}::{name}" for name in quick]]
 
 
-def ordered(files: Iterable[str]) -> list[str]:
+def order_tests(files: Iterable[str]) -> list[str]:
     """List the tests of changed files: those that changed, the mirrors, those of the whole project."""
-    tests = [test for file in files for test in mirrored(file)]
+    tests = [test for file in files for test in list_mirrors(file)]
     own = [test for test in tests if test in files]
     selection = dict.fromkeys([*own, *tests, *whole_project()])
     return [test for test in selection if test in own or test.split("::")[0] not in own]
@@ -91,7 +91,7 @@ def warnings(files: Iterable[str], left: Sequence[str]) -> list[str]:
     """Tell of which changed files some tests were left out, and how to run them."""
     messages = []
     for file in files:
-        skipped = [test for test in mirrored(file) if any(item.startswith(test) for item in left)]
+        skipped = [test for test in list_mirrors(file) if any(item.startswith(test) for item in left)]
         if skipped:
             messages.append(f"warning: not all tests of {file} have run: python -m pytest -n0 {' '.join(skipped)}")
     return messages
@@ -161,13 +161,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.check", description=__doc__)
     parser.add_argument("--base", default="HEAD", help="the revision that the change begins from")
     asked = parser.parse_args()
-    files = changed(asked.base)
+    files = list_changed(asked.base)
     if not files:
         print("nothing has changed")
         return 0
     started = lint_and_types(files)
     os.environ["HYPOTHESIS_PROFILE"] = "check"  # few examples
-    selection, deadline = ordered(files), Deadline(SECONDS, whole_project())
+    selection, deadline = order_tests(files), Deadline(SECONDS, whole_project())
     print("tests:", *selection, sep="\n  ")
     code = pytest.main(["-q", "-n0", "--maxfail=10", "--show-capture=no", *selection], plugins=[deadline])
     failed = code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # all may be slow ones
@@ -178,7 +178,7 @@ def main() -> int:
         print(warning)
     for command in wrong:
         print(f"error: {shlex.join(map(str, command))}: its complaints stand above the tests")  # pyright: ignore
-    if not any(map(mirrored, files)):
+    if not any(map(list_mirrors, files)):
         print("no test mirrors these files: make test runs all")
     return int(failed or bool(wrong))
 

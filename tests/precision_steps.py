@@ -55,7 +55,7 @@ HALF = [torch.bfloat16, torch.float16]
 MICRO_BATCHES = st.integers(1, 5)
 
 
-def trained(
+def train(
     train_step: Any, opt: Any, params: Any, batches: Any, stage: int, mesh: fzero.ranks.Mesh, jit: bool = False
 ) -> Any:
     step = fzero.shard(train_step, stage=stage, mesh=mesh)

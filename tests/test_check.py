@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from tests.check import mirrored, ordered, warnings, whole_project
+from tests.check import list_mirrors, order_tests, warnings, whole_project
 from tests.distributed.launch import python
 from tests.helpers import examples
 from tests.mutants.changes import never
@@ -55,7 +55,7 @@ ROOT = pathlib.Path(__file__).parents[1]
     ],
 )
 def test_a_file_has_the_tests_of_its_name_or_of_its_faults(file, expected):
-    assert mirrored(file) == expected
+    assert list_mirrors(file) == expected
     assert all((ROOT / test.split("::")[0]).exists() for test in expected)
 
 
@@ -67,19 +67,21 @@ def test_a_file_without_tests_of_its_own_or_of_faults_has_those_of_its_folder(tm
     b, c, e, h = names
     faults = [Mutant("a fault", f"a/_{x}.py", "g", (never("A"),), (t, "-k", "x")) for x in "bg" for t in (e, h)]
     faults.append(Mutant("a fault", "i/_k.py", "g", (never("A"),), (h,)))
-    results = {x: mirrored(f"fzero/{x}.py", tmp_path, faults) for x in ("a/_b", "a/_g", "a/_f", "f", "i/_k", "i/_l")}
+    results = {
+        x: list_mirrors(f"fzero/{x}.py", tmp_path, faults) for x in ("a/_b", "a/_g", "a/_f", "f", "i/_k", "i/_l")
+    }
     assert results["a/_b"] == [b, e] and results["a/_g"] == [e], "tests on processes are left out"
     assert results["a/_f"] == [b, c] and results["f"] == []
     assert results["i/_k"] == results["i/_l"] == ["tests/i/test_i.py"], "a file with the folder's name is always run"
 
 
 def test_changed_tests_run_first_and_those_of_the_whole_project_last():
-    changed, mirror, *of_all = ordered(["fzero/graph/_any_length.py", "tests/test_errors.py"])
+    changed, mirror, *of_all = order_tests(["fzero/graph/_any_length.py", "tests/test_errors.py"])
     assert (changed, mirror) == ("tests/test_errors.py", "tests/graph/test_any_length.py")
     assert of_all == whole_project() and of_all[0] == "tests/test_structure.py" and len(of_all) > 2
-    of_page = ordered(["docs/jit.md", "tests/docs/test_docs.py"])
+    of_page = order_tests(["docs/jit.md", "tests/docs/test_docs.py"])
     assert of_page == ["tests/docs/test_docs.py", "tests/test_structure.py"], "a file and its tests are the same tests"
-    assert mirrored("fzero/optim/__init__.py") == [], "the tests of the structure check what a folder shows"
+    assert list_mirrors("fzero/optim/__init__.py") == [], "the tests of the structure check what a folder shows"
 
 
 def test_a_changed_file_whose_tests_were_left_out_is_named():
@@ -92,7 +94,7 @@ def test_a_changed_file_whose_tests_were_left_out_is_named():
 
 def test_nearly_every_file_has_tests():
     files = [str(p.relative_to(ROOT)) for p in (ROOT / "fzero").rglob("*.py") if p.name != "__init__.py"]
-    without = [file for file in files if not mirrored(file)]
+    without = [file for file in files if not list_mirrors(file)]
     assert len(without) < len(files) / 20, without
 
 

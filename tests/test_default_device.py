@@ -35,7 +35,7 @@ def test_calls_that_make_tensors_name_the_device():
                 assert {"device", None} & {k.arg for k in node.keywords}, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
-def trained(opt, stage, *, backend=None, simulate=True, **how):
+def train(opt, stage, *, backend=None, simulate=True, **how):
     """Train a small model by two steps on two simulated ranks, whose tensors name their device."""
 
     def loss_fn(params, batch):
@@ -71,15 +71,15 @@ def assert_same(with_meta, without):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_name_their_devices(name, stage):
     with torch.device("meta"):
-        with_meta = trained(OPTIMIZERS[name], stage)
-    assert_same(with_meta, trained(OPTIMIZERS[name], stage))
+        with_meta = train(OPTIMIZERS[name], stage)
+    assert_same(with_meta, train(OPTIMIZERS[name], stage))
 
 
 @pytest.mark.parametrize("how", [{"simulate": "lockstep"}, {"micro_batches": 2}, {"backend": "fx", "micro_batches": 4}])
 def test_steps_name_their_devices(how):
     with torch.device("meta"):
-        with_meta = trained(OPTIMIZERS["adamw"], 3, **how)
-    assert_same(with_meta, trained(OPTIMIZERS["adamw"], 3, **how))
+        with_meta = train(OPTIMIZERS["adamw"], 3, **how)
+    assert_same(with_meta, train(OPTIMIZERS["adamw"], 3, **how))
 
 
 def test_checkpoints_name_their_devices(tmp_path):

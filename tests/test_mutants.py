@@ -42,7 +42,7 @@ from tests.mutants.changes import (
     swapped,
 )
 from tests.mutants.mutant import LAWS, Fault, File
-from tests.mutants.patterns import Match, matched, parsed
+from tests.mutants.patterns import Match, find_match, parse
 
 ROOT = pathlib.Path(fzero.__file__).parent
 
@@ -139,18 +139,18 @@ def same(text: str, expected: str) -> bool:
 )
 def test_a_change_changes_one_place(symbol, change, old, new):
     expected = TEXT.replace(old, new, 1) if symbol != "Box.g" else new.join(TEXT.rsplit(old, 1))
-    assert same(change.planted(TEXT, symbol), expected)
+    assert same(change.plant(TEXT, symbol), expected)
 
 
 def test_all_places_are_changed_if_the_row_says_so():
     assert same(
-        becomes("helper", "abs", at="all").planted(TEXT, "f"),
+        becomes("helper", "abs", at="all").plant(TEXT, "f"),
         TEXT.replace("helper(a)", "abs(a)").replace("=helper", "=abs"),
     )
 
 
 def test_the_lines_and_comments_around_a_change_stay():
-    planted = becomes("max(...)", "min(...)").planted(TEXT, "f").splitlines()
+    planted = becomes("max(...)", "min(...)").plant(TEXT, "f").splitlines()
     differing = [i for i, (x, y) in enumerate(zip(planted, TEXT.splitlines(), strict=True)) if x != y]
     assert differing == list(range(15, 20))
 
@@ -170,12 +170,12 @@ def test_the_lines_and_comments_around_a_change_stay():
 )
 def test_an_ambiguous_or_missing_place_is_an_error(symbol, change, message):
     with pytest.raises(LookupError, match=re.escape(message)):
-        change.planted(TEXT, symbol)
+        change.plant(TEXT, symbol)
 
 
 def test_a_fault_in_a_symbol_that_is_defined_twice_is_refused():
     with pytest.raises(LookupError, match="has 2 'f'"):
-        returns("0").planted("def f():\n    return 1\n\n\ndef f():\n    return 2\n", "f")
+        returns("0").plant("def f():\n    return 1\n\n\ndef f():\n    return 2\n", "f")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_row_of_a_fault_with_a_wrong_pattern_is_refused(wrong):
     ],
 )
 def test_a_pattern_fits_syntax_and_not_text(pattern, text, fits):
-    assert (matched(parsed(pattern), parsed(text), Match({})) is not None) == fits
+    assert (find_match(parse(pattern), parse(text), Match({})) is not None) == fits
 
 
 def test_a_table_is_of_files_with_tests_for_each_row():
@@ -237,7 +237,7 @@ def test_a_fault_whose_tests_fail_without_it_is_not_applicable():
     rows = [Fault("one", "f", never("A")), Fault("two", "f", never("B")), Fault("three", "f", never("C"), ("y",))]
     mutants = File("a.py", ("x",)).faults(*rows)
     bare_runs = without_faults(mutants)
-    assert [m.tests for m in bare_runs] == [("x",), ("y",)] and all(m.planted(TEXT) == TEXT for m in bare_runs)
+    assert [m.tests for m in bare_runs] == [("x",), ("y",)] and all(m.plant(TEXT) == TEXT for m in bare_runs)
     for outcome, by in ((KILLED, "x::test_f"), (SURVIVED, "exit code 2: no such file")):
         healthy = Verdict(bare_runs[1], SURVIVED, "exit code 0: 3 passed")
         result = with_failing_tests(mutants, [Verdict(bare_runs[0], outcome, by), healthy])
@@ -253,7 +253,7 @@ def test_each_fault_has_a_name_of_its_own():
 FILES = sorted({mutant.file for mutant in MUTANTS})
 
 
-def defined(tree: ast.Module) -> set[str]:
+def list_defined(tree: ast.Module) -> set[str]:
     """List the private functions and classes that stand by themselves in a file."""
     actual = (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
     return {name for name in actual if name.startswith("_")}
@@ -263,7 +263,7 @@ def defined(tree: ast.Module) -> set[str]:
 def with_other_names(text: str, keep: frozenset[str]) -> tuple[str, dict[str, str]]:
     """Rename the private functions and classes of a file, but for some."""
     tree = ast.parse(text)
-    names = {name: f"{name}_renamed" for name in defined(tree) - keep}
+    names = {name: f"{name}_renamed" for name in list_defined(tree) - keep}
     for node in ast.walk(tree):
         for field in ("id", "name"):
             if getattr(node, field, None) in names:
@@ -290,7 +290,7 @@ def test_no_fault_depends_on_the_names_of_other_functions(file):
         own = {part for s in (mutant.symbol, *[c.symbol or "" for c in mutant.changes]) for part in s.split(".")}
         new = {name for change in mutant.changes for name in change.uses}
         other, names = with_other_names(text, frozenset(own | new))
-        assert back(mutant.planted(other), names) == back(mutant.planted(text), {}), mutant.name
+        assert back(mutant.plant(other), names) == back(mutant.plant(text), {}), mutant.name
 
 
 def test_faults_are_planted_by_a_process_that_imports_no_fzero():

@@ -18,7 +18,7 @@ from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import ALL_STAGES, cases, either, examples, mlp_batch, mlp_loss, mlp_params
-from tests.precision_steps import HALF, MICRO_BATCHES, integers, linear_loss, step_of, trained, unsharded, wide_norm
+from tests.precision_steps import HALF, MICRO_BATCHES, integers, linear_loss, step_of, train, unsharded, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
 
@@ -43,7 +43,7 @@ def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(params, half, rule, sta
     train_step = step_of(opt, loss, scaled=True, **options)
     params, batches = integers(params, seed), [torch.randint(-2, 3, (n * k,)).float() for _ in range(3)]
     expected = unsharded(train_step, opt, params, batches)
-    got = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=n), jit)
+    got = train(train_step, opt, params, batches, stage, fzero.mesh(dp=n), jit)
     assert_trees_close(got, expected, rtol=0.0)
 
 
@@ -98,9 +98,9 @@ def test_jit_and_lockstep_are_eager_bit_for_bit(stage, k):
     train_step = step_of(opt, scaled=True, reduce="sum", micro_batches=k, precision=precision)
     params = integers({"a": torch.ones(5, 3), "n": torch.ones(3), "c": torch.ones(())}, 0)
     batches = [torch.randint(-2, 3, (4 * k,)).float() for _ in range(4)]
-    eager = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4))
-    jitted = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4), jit=True)
-    lockstep = trained(train_step, opt, params, batches, stage, fzero.mesh(dp=4, simulate="lockstep"))
+    eager = train(train_step, opt, params, batches, stage, fzero.mesh(dp=4))
+    jitted = train(train_step, opt, params, batches, stage, fzero.mesh(dp=4), jit=True)
+    lockstep = train(train_step, opt, params, batches, stage, fzero.mesh(dp=4, simulate="lockstep"))
     assert_trees_close(jitted, eager, rtol=0.0)
     assert_trees_close(lockstep, eager, rtol=0.0)
 
@@ -270,7 +270,7 @@ def test_a_tie_has_the_dtype_of_its_first_place():
     for params in ({"n": w, "o": w}, {"o": w, "n": w}):
         expected = unsharded(train_step, opt, params, [torch.ones(4)])
         for stage in ALL_STAGES:
-            got = trained(train_step, opt, params, [torch.ones(4)], stage, fzero.mesh(dp=2))
+            got = train(train_step, opt, params, [torch.ones(4)], stage, fzero.mesh(dp=2))
             assert_trees_close(got, expected, rtol=0.0)
 
 

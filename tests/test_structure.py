@@ -460,10 +460,10 @@ def test_mutants_still_find_their_lines():
     for file in sorted({m.file for m in MUTANTS}):
         text = (ROOT / file).read_text()
         for mutant in [m for m in MUTANTS if m.file == file]:
-            assert mutant.planted(text) != text
+            assert mutant.plant(text) != text
     for fault in FAULTS.values():
         text = (ROOT / fault.file).read_text()
-        assert fault.change.planted(text, fault.symbol) != text, fault
+        assert fault.change.plant(text, fault.symbol) != text, fault
 
 
 def test_a_class_has_a_name_of_its_own():

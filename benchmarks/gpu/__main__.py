@@ -52,7 +52,7 @@ def main() -> int:
         args.logs.mkdir(parents=True, exist_ok=True)
         options = ["--toy"] * args.toy + ["--backends", *args.backends]
         args.compilers = (os.cpu_count() or 1) // ranks if args.compilers is None else args.compilers
-        outcome = written(args, launch(ranks, options, variables), notes)
+        outcome = run_and_report(args, launch(ranks, options, variables), notes)
     status = 130 if STOPPED in notes else exit_status(outcome, args.rehearse)
     words = {0: "no check failed", 130: "stopped before all was done"}
     bad = [f"{r.part}, {r.case}: {r.outcome} {r.reason}" for r in outcome.results if r.outcome in ("wrong", "failed")]
@@ -87,7 +87,7 @@ def problem_with(args: argparse.Namespace, gpus: int) -> str:
     return "" if gpus or args.rehearse or args.toy else NO_GPU.format(version=torch.__version__)
 
 
-def written(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outcome:
+def run_and_report(args: argparse.Namespace, launch: Launch, notes: list[str]) -> Outcome:
     """Run the parts, write the report after each case and at the end, and return what became of them."""
     command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
     outcomes = [Outcome("", [], 0.0)]

@@ -61,7 +61,7 @@ def cases(setting: Setting) -> list[Case]:
         ways += [Way(3, "inductor", torch.bfloat16)]
 
     def run(way: Way) -> Callable[[], list[Values]]:
-        return lambda: [checked(way, setting)]
+        return lambda: [check(way, setting)]
 
     return [Case(way.name, run(way), is_check=True, compiles=way.backend == "inductor") for way in ways]
 
@@ -90,7 +90,7 @@ def start(c: Config, way: Way) -> tuple[Any, list[Any]]:
 
 
 @functools.cache
-def expected(c: Config, dtype: torch.dtype) -> Any:
+def train_plainly(c: Config, dtype: torch.dtype) -> Any:
     """Train plainly on the CPU; return the parameters and the losses."""
     way = Way(0, "eager", dtype)
     params, batches = start(c, way)
@@ -103,7 +103,7 @@ def expected(c: Config, dtype: torch.dtype) -> Any:
     return state[0], losses
 
 
-def trained(c: Config, way: Way, mesh: fzero.ranks.Mesh) -> Any:
+def train(c: Config, way: Way, mesh: fzero.ranks.Mesh) -> Any:
     """Train in a way; return the full parameters and the losses, on the CPU."""
     params, batches = start(c, way)
     opt = optimizer(way)
@@ -118,15 +118,15 @@ def trained(c: Config, way: Way, mesh: fzero.ranks.Mesh) -> Any:
     return tree.map(lambda x: x.detach().cpu(), (step.gather(state[0]), losses))
 
 
-def checked(way: Way, setting: Setting) -> Values:
+def check(way: Way, setting: Setting) -> Values:
     """Return the row of a way."""
     c = config(setting)
     mesh = fzero.mesh(dp=way.simulated, simulate=True) if way.simulated else setting.mesh
     is_half = way.dtype not in LIMITS
-    truth = expected(c, torch.float32 if is_half else way.dtype)
-    difference = largest_difference(trained(c, way, mesh), truth)
+    truth = train_plainly(c, torch.float32 if is_half else way.dtype)
+    difference = largest_difference(train(c, way, mesh), truth)
     # two ways to round bfloat16 differ by about as much as each of them from float32
-    allowed = HALF_LIMIT * largest_difference(expected(c, way.dtype), truth) if is_half else LIMITS[way.dtype]
+    allowed = HALF_LIMIT * largest_difference(train_plainly(c, way.dtype), truth) if is_half else LIMITS[way.dtype]
     if setting.rehearse:
         return {"difference": "not judged", "allowed": allowed}
     return {"difference": difference, "allowed": allowed, "holds": difference <= allowed}

@@ -35,7 +35,7 @@ def cases(setting: Setting) -> list[Case]:
     ]
 
 
-def prepared(setting: Setting) -> Run:
+def prepare(setting: Setting) -> Run:
     """Make a sharded step and its arguments."""
     c, mesh = TOY if setting.toy else MODEL, setting.mesh
     opt = optim.master_weights(optim.adamw(1e-4), HALF)
@@ -46,7 +46,7 @@ def prepared(setting: Setting) -> Run:
 
 def by_kind(setting: Setting) -> list[Values]:
     """Return the kinds of work of a jitted step, and its most expensive operations and kernels."""
-    step, args = prepared(setting)
+    step, args = prepare(setting)
     profile = fzero.profile(fzero.jit(step, backend=setting.backend), *args)
 
     def row(kind: str, cost: Any) -> Values:
@@ -58,7 +58,7 @@ def by_kind(setting: Setting) -> list[Values]:
 
 def by_function(setting: Setting) -> list[Values]:
     """Return the time of the kernels that each function of the model starts, forward and backward, and their names."""
-    step, args = prepared(setting)
+    step, args = prepare(setting)
     step(*args)
     kinds = {torch.profiler.ProfilerActivity.CPU}
     if torch.accelerator.is_available():

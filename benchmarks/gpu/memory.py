@@ -57,7 +57,7 @@ def _sharded(model: str, stage: int, backend: Any, setting: Setting) -> Callable
         formula = step.state_bytes(*state) + 2 * psi // (mesh.size if stage else 1)
         planned = plan.peak_bytes + plan.workspace_bytes
         row = {"formula MB": formula / MB, "plan MB": planned / MB, "planned ms": plan.seconds * 1e3}
-        row |= _measured(meter, jitted, state, batch)
+        row |= _measure(meter, jitted, state, batch)
         ratio = row["requested MB"] / row["plan MB"]
         if "reserved MB" in row:
             row["reserved / plan"] = row["reserved MB"] / row["plan MB"]
@@ -71,7 +71,7 @@ def _sharded(model: str, stage: int, backend: Any, setting: Setting) -> Callable
     return run
 
 
-def _measured(meter: Meter, step: Callable[..., Any], state: list[Any], batch: Any) -> Values:
+def _measure(meter: Meter, step: Callable[..., Any], state: list[Any], batch: Any) -> Values:
     """Run a step until it is steady, and return its peaks and times."""
 
     def run() -> None:

@@ -31,10 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def cases(setting: Setting) -> list[Case]:
     """List the ratios and the ways to update."""
     compiles = setting.backend == "inductor"
-    return [Case(name, _measured(options, setting), compiles=compiles) for name, options in OPTIONS.items()]
+    return [Case(name, _measure(options, setting), compiles=compiles) for name, options in OPTIONS.items()]
 
 
-def _measured(options: dict[str, Any], setting: Setting) -> Callable[[], list[Values]]:
+def _measure(options: dict[str, Any], setting: Setting) -> Callable[[], list[Values]]:
     def run() -> list[Values]:
         c, mesh = TOY if setting.toy else MODEL, setting.mesh
         opt = optim.offload(optim.master_weights(optim.adamw(1e-4), HALF), **options)

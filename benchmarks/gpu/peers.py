@@ -49,12 +49,11 @@ def cases(setting: Setting) -> list[Case]:
         *([fsdp2(True, False), fzero_system(3, "fx")] if is_compiled else []),
     ]
     return [
-        Case(system.key.replace(" ", "-"), _measured(system, setting), compiles=system.is_compiled)
-        for system in systems
+        Case(system.key.replace(" ", "-"), _measure(system, setting), compiles=system.is_compiled) for system in systems
     ]
 
 
-def _measured(system: System, setting: Setting) -> Callable[[], list[Values]]:
+def _measure(system: System, setting: Setting) -> Callable[[], list[Values]]:
     def run() -> list[Values]:
         if system.name == "DeepSpeed" and importlib.util.find_spec("deepspeed") is None:
             raise LeftOutError("deepspeed is not installed")

@@ -105,10 +105,10 @@ def lines_of(result: Result, titles: Sequence[str]) -> list[list[str]]:
     outcome = f"{result.outcome}: {result.reason}".removesuffix(": ").replace("|", "/")
     name = result.case.replace("|", "/")
     rows: list[Values] = result.rows or [{}]
-    return [[name, *[shown(row.get(title, "")) for title in titles], outcome] for row in rows]
+    return [[name, *[show(row.get(title, "")) for title in titles], outcome] for row in rows]
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """Show a value of a table."""
     if not isinstance(value, float):
         return str(value)
@@ -128,7 +128,7 @@ def verdicts(results: Sequence[Result]) -> list[list[str]]:
         peaks = [steps[stage]["requested MB"] for stage in sorted(steps)]
         if len(peaks) > 1:
             is_good = peaks == sorted(peaks, reverse=True)
-            parts.append([f"{model}: the peak falls with the stage, MB", " ≥ ".join(map(shown, peaks)), word(is_good)])
+            parts.append([f"{model}: the peak falls with the stage, MB", " ≥ ".join(map(show, peaks)), word(is_good)])
         for stage, row in steps.items():
             if "published MB" in row:
                 limit = PUBLISHED[model, stage]

@@ -57,7 +57,7 @@ def run_cases(part: str, cases: list[Case], emit: Emit, skip: int, seconds: floa
             emit({"end": Result(part, case.name, "left out", "no time was left").to_json()})
             continue
         emit({"start": i})
-        result = tried(part, case)
+        result = try_case(part, case)
         is_alive = clean_up()
         emit({"end": result.to_json()})
         if not is_alive:
@@ -65,7 +65,7 @@ def run_cases(part: str, cases: list[Case], emit: Emit, skip: int, seconds: floa
     return True
 
 
-def tried(part: str, case: Case) -> Result:
+def try_case(part: str, case: Case) -> Result:
     """Run a case. An error becomes its outcome, and goes to the log as a whole."""
     result, start = Result(part, case.name, "ok", is_check=case.is_check), time.monotonic()
     torch.manual_seed(0)  # all ranks draw the same parameters

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.peers.options import chosen, measured_options
+from benchmarks.peers.options import choose, measured_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def main() -> None:
     )
     measured_options(parser)
     args = parser.parse_args()
-    chosen(args.systems, args.eager_peers)  # before anything is launched
+    choose(args.systems, args.eager_peers)  # before anything is launched
     options = without_ours(sys.argv[1:])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, "-m"]

@@ -29,7 +29,7 @@ from torch._inductor.utils import fresh_cache
 import fzero
 from benchmarks.allocator import held_bytes, most_bytes, restart
 from benchmarks.peers.gpt import CONFIGS, Config
-from benchmarks.peers.options import chosen, measured_options
+from benchmarks.peers.options import choose, measured_options
 from benchmarks.peers.row import Row
 from benchmarks.peers.systems import Setup, System, Train
 from benchmarks.peers.wire import Wire
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     measured_options(parser)
     args = parser.parse_args()
-    systems = chosen(args.systems, args.eager_peers)
+    systems = choose(args.systems, args.eager_peers)
     torch.set_num_threads(1)
     mesh = fzero.mesh(simulate=False, dp=-1)
     rows: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ import argparse
 from benchmarks.peers.gpt import CONFIGS
 from benchmarks.peers.systems import SYSTEMS, System
 
-__all__ = ["chosen", "measured_options"]
+__all__ = ["choose", "measured_options"]
 
 
 def measured_options(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def measured_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eager-peers", action="store_true", help="leave out the peers' rows with torch.compile")
 
 
-def chosen(prefixes: list[str], eager_peers: bool) -> list[System]:
+def choose(prefixes: list[str], eager_peers: bool) -> list[System]:
     """List the systems that were asked for.
 
     Raises:

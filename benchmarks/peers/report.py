@@ -190,7 +190,7 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def _shown(spread: tuple[float, float] | None) -> str:
+def _show(spread: tuple[float, float] | None) -> str:
     return "" if spread is None else f"{spread[0]:.3f} to {spread[1]:.3f}"
 
 
@@ -247,7 +247,7 @@ def write(rows: list[Row], command: str, folder: Path | None) -> None:
         else "Only fzero's Inductor rows are judged, and there are none.",
         table(
             ["model", "what", "ratio", "quartiles", "goal", ""],
-            [[v.where, v.goal, f"{v.ratio:.3f}", _shown(v.spread), f"{v.limit:g}", v.said] for v in judged],
+            [[v.where, v.goal, f"{v.ratio:.3f}", _show(v.spread), f"{v.limit:g}", v.said] for v in judged],
         ),
     ]
     for group in groups(rows):

@@ -67,7 +67,7 @@ class PublishedStep(ModelStep):
 WAYS = ("as it ran", "recompute", "chunked loss", "chunked loss, recompute")  # from what the run did to the leanest
 
 
-def planned(run: Run, way: str) -> TableRow:
+def plan_run(run: Run, way: str) -> TableRow:
     """Plan a run."""
     make_step = PublishedStep(run.shape, run.length, False, run.bfloat16_sums, "recompute" in way)
     machine = CARDS[run.card]
@@ -106,7 +106,7 @@ def result(run: Run) -> Result:
     torch.set_num_threads(1)
     rows = {}
     for way in WAYS:
-        rows[way] = planned(run, way)
+        rows[way] = plan_run(run, way)
         if rows[way].peak_bytes <= CARDS[run.card].device_bytes:
             break
     last = [*rows][-1]

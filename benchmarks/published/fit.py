@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from benchmarks.published.runs import CARDS, Run, runs
 from fzero.tuning import Machine
 
-__all__ = ["fitted", "formula"]
+__all__ = ["fit", "formula"]
 
 PEAK = {"a100_40gb": 312e12, "a100_80gb": 312e12, "h100_80gb": 989e12}
 START = {"product_flops": 0.75, "half_depth": 300.0, "attention_flops": 0.5, "network": 1e10}
@@ -62,7 +62,7 @@ def formula(run: Run, machine: Machine, c: Mapping[str, float]) -> float:
     return config.accumulation * (micro + head) + update
 
 
-def fitted(card: str) -> dict[str, float]:
+def fit(card: str) -> dict[str, float]:
     """Return the constants of a card that fit its half best: the least mean of |log(predicted / measured)|."""
     own = [r for r in runs()[0] if r.card == card and not r.is_held]
 
@@ -94,7 +94,7 @@ def fitted(card: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     for card, peak in PEAK.items():
-        c = fitted(card)
+        c = fit(card)
         print(card, {name: f"{x * peak if name.endswith('flops') else x:.4g}" for name, x in c.items()})
         for half in (False, True):
             some = [r for r in runs()[0] if r.card == card and r.is_held == half and not r.config.float8]

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.published.__main__ import Result, planned
+from benchmarks.published.__main__ import Result, plan_run
 from benchmarks.published.runs import CARDS, GIB, Run, code_of, rows_of
 from benchmarks.report import publish, table
 from fzero.tuning import Configuration
@@ -63,7 +63,7 @@ def _llama(row: Mapping[str, str]) -> Run:
 
 def line(run: Run) -> list[str]:
     """Plan a run, and write its row."""
-    rows = [planned(run, way) for way in WAYS]
+    rows = [plan_run(run, way) for way in WAYS]
     result = Result(run, rows[0], WAYS[0], rows[-1])
     c = run.config
     sizes = " ".join([f"{name} {n}" for name, n in c.axes.items()])
@@ -84,7 +84,7 @@ def line(run: Run) -> list[str]:
 
 def long_line(run: Run) -> list[str]:
     """Plan a run with split sequences as it ran, and write its row."""
-    row = planned(run, WAYS[0])
+    row = plan_run(run, WAYS[0])
     result = Result(run, row, WAYS[0], row)
     sizes = " ".join([f"{name} {n}" for name, n in run.config.axes.items()])
     speeds = [f"{run.tokens:,.0f}", f"{result.tokens:,.0f}", f"{result.error:+.0%}"]

@@ -16,7 +16,7 @@ from benchmarks.gpu import checks, kernels, memory, offload, peers, speeds
 from benchmarks.gpu.case import RANKS, Case, LeftOutError, Result, Setting
 from benchmarks.gpu.report import draw, exit_status, text_of, write
 from benchmarks.gpu.run import ROOT, Outcome, Part, compile_all, run_parts
-from benchmarks.gpu.worker import run_cases, tried, world
+from benchmarks.gpu.worker import run_cases, try_case, world
 from benchmarks.one_rank import alone
 from tests.distributed.launch import free_port, python, rank_variables
 
@@ -37,7 +37,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
 
 def rows_of(module: Any, setting: Setting, *names: str) -> list[dict[str, Any]]:
     cases = {case.name: case for case in module.cases(setting)}
-    results = [tried("a part", cases[name]) for name in names]
+    results = [try_case("a part", cases[name]) for name in names]
     assert [r.outcome for r in results] == ["ok"] * len(names), results
     return [row for r in results for row in r.rows]
 
@@ -58,10 +58,10 @@ def test_a_wrong_number_is_a_failed_check(one_process, monkeypatch):
     monkeypatch.setattr(
         checks,
         "expected",
-        lambda c, dtype: checks.trained(c._replace(batch=8), checks.Way(0, "eager"), one_process.mesh),
+        lambda c, dtype: checks.train(c._replace(batch=8), checks.Way(0, "eager"), one_process.mesh),
     )
     case = next(c for c in checks.cases(one_process) if c.name == "stage 0, eager, float32")
-    assert tried("checks", case).outcome == "wrong"
+    assert try_case("checks", case).outcome == "wrong"
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Special(NamedTuple):
 Folder = dict[str, Any]  # bytes, or `Special`, by name
 
 
-def written(folder: Folder, path: Path) -> None:
+def write_folder(folder: Folder, path: Path) -> None:
     """Write a folder anew."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -456,7 +456,7 @@ def is_same(actual: Any, expected: Any) -> bool:
         sys.setrecursionlimit(limit)
 
 
-def mutated(r: random.Random, form: Format, folders: list[Folder]) -> Folder:
+def mutate_folder(r: random.Random, form: Format, folders: list[Folder]) -> Folder:
     folder = dict(r.choice(folders))
     kind = r.random()
     if kind < 0.55:
@@ -531,7 +531,7 @@ def run(name: str, seed: int, cases: int, first: int = 0) -> dict[str, list[int]
                 (outside / file).write_bytes(content)
         (outside / "secret").write_bytes(b"secret")
         for folder in folders:
-            written(folder, path)
+            write_folder(folder, path)
             form.read(random.Random(0), path)  # imports what it needs
             assert (found_first := outcome(random.Random(0), form, path, watch, [])) == "the same", found_first
         with open("/proc/self/statm") as f:
@@ -539,8 +539,8 @@ def run(name: str, seed: int, cases: int, first: int = 0) -> dict[str, list[int]
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
         for i in range(first, first + cases):
             r = random.Random(f"{name} {seed} {i}")
-            folder = mutated(r, form, folders)
-            written(folder, path)
+            folder = mutate_folder(r, form, folders)
+            write_folder(folder, path)
             print(i, file=sys.stderr, end="\r", flush=True)
             result[outcome(r, form, path, watch, [*folder])].append(i)
     return dict(result)

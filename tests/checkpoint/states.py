@@ -94,7 +94,7 @@ def whole_of(step: fzero.zero.ShardedStep, state: dict[str, Any]) -> dict[str, A
     return {k: step.gather(v) if k in ("params", "opt_state") else v for k, v in state.items()}
 
 
-def filled(step: fzero.zero.ShardedStep, state: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+def fill(step: fzero.zero.ShardedStep, state: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill a state with random bits, so that each element differs from others; return it, and it whole."""
     g = torch.Generator().manual_seed(seed)
 

@@ -11,7 +11,7 @@ import torch
 import fzero
 from fzero.checkpoint import _differences
 from fzero.checkpoint.__main__ import main
-from tests.checkpoint.states import Layout, filled, state_in
+from tests.checkpoint.states import Layout, fill, state_in
 from tests.distributed.launch import python
 
 PARAMS: dict[str, Any] = {"w": torch.zeros(9, 5), "b": torch.zeros(4), "n": torch.zeros(3, dtype=torch.int64)}
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     """A run's folder of two checkpoints, and the whole state of the second one."""
     path = tmp_path_factory.mktemp("run")
     step, state = state_in(Layout({"dp": 3}, 3), PARAMS)
-    (one, _), (other, whole) = [filled(step, state, seed) for seed in (0, 1)]
+    (one, _), (other, whole) = [fill(step, state, seed) for seed in (0, 1)]
     runs = fzero.checkpoint.checkpoints(path, step.mesh)
     runs.save(7, one).wait()
     runs.save(12, {**other, "step": 4}).wait()

@@ -61,7 +61,7 @@ def saving(root: Path, steps: range, copies: int, done: set[int]) -> Any:
     return program
 
 
-def restored(root: Path, hosts: list[str], copies: int) -> int:
+def restore(root: Path, hosts: list[str], copies: int) -> int:
     """Restore on the ranks that are left, and save it in memory; return the step, whose state has all its bits."""
 
     def program(mesh: ThreadMesh) -> Any:
@@ -108,7 +108,7 @@ def test_a_death_at_every_moment_leaves_one_whole_step(tmp_path, hosts):
             if not world.dead:
                 assert moment > 70 and result == {0, 1, 2}
                 return
-            step = restored(root, world.lose(root / "memory"), 1)
+            step = restore(root, world.lose(root / "memory"), 1)
             assert last <= step <= last + 1, f"{world.deaths}: step {last} was saved, and step {step} is there"
             result.add(step)
     raise AssertionError("the world never ends")
@@ -130,7 +130,7 @@ def test_a_step_in_memory_survives_hosts_that_are_lost_and_come_back(data, copie
             deaths = data.draw(st.lists(st.builds(Death, st.booleans(), st.integers(1, 400)), max_size=copies))
             world, done = run_and_lose(root, hosts, copies, tuple(deaths), seed + start, range(last + 1, last + 4))
             left = world.lose(root / "memory") or ["a"]
-            step = restored(root, left, copies)
+            step = restore(root, left, copies)
             assert max(last, done) <= step <= last + 3
             last = step
 
@@ -146,7 +146,7 @@ def test_an_old_manifest_of_a_host_that_was_away_is_not_read(tmp_path, missing):
     away.mkdir(parents=True)
     for name, content in contents.items():
         (away / name).write_bytes(content)
-    assert restored(tmp_path, ["b", "a", "c"], 1) == 2
+    assert restore(tmp_path, ["b", "a", "c"], 1) == 2
 
 
 @given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=5), copies=st.integers(0, 1), data=st.data())
@@ -159,7 +159,7 @@ def test_copies_in_memory_move_to_the_hosts_that_stay(hosts, copies, data):
         assert results == [None] * len(hosts)
         for host in {*hosts} - {*hosts[:ranks]}:
             shutil.rmtree(root / "memory" / "fzero" / host)
-        assert restored(root, hosts[:ranks], copies) == 2
+        assert restore(root, hosts[:ranks], copies) == 2
 
 
 def test_copies_on_a_single_host_get_a_notice(tmp_path, caplog):

@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero.checkpoint import _files
-from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 from tests.helpers import either
 
 
@@ -86,7 +86,7 @@ def load_whole(path: Path, layout: Layout, like: Any) -> Any:
 def test_a_save_that_dies_anywhere_leaves_the_old_tree_or_the_new_one(power, tmp_path, monkeypatch):
     layout, params = Layout({"dp": 2}, 3), {"w": torch.zeros(7, 3), "v": torch.zeros(5, dtype=torch.int64)}
     step, state = state_in(layout, params)
-    (old, old_whole), (new, new_whole) = [filled(step, state, seed) for seed in (0, 1)]
+    (old, old_whole), (new, new_whole) = [fill(step, state, seed) for seed in (0, 1)]
     results, dies_at, stride = [], 0, either(3, 1)
     while not results or results[-1] != "finished":
         path = tmp_path / f"{dies_at}"

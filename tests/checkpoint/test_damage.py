@@ -15,7 +15,7 @@ import fzero
 from fzero.checkpoint import _files
 from fzero.checkpoint.layout import _manifest
 from tests.checkpoint.helpers import JSON, body_of, write_manifest
-from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 from tests.helpers import examples
 
 LAYOUT = Layout({"dp": 2, "tp": 2}, 3, "dp", split=True)
@@ -27,7 +27,7 @@ PARAMS["tied"] = PARAMS["b"]
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved")
     step, state = state_in(LAYOUT, PARAMS)
-    state, whole = filled(step, state)
+    state, whole = fill(step, state)
     fzero.save(path, state, step.mesh)
     return path, whole
 
@@ -37,7 +37,7 @@ def load(path: Path, layout: Layout = LAYOUT) -> Any:
     return whole_of(step, fzero.load(path, like=like, mesh=step.mesh))
 
 
-def copied(path: Path, to: Path) -> Path:
+def copy_folder(path: Path, to: Path) -> Path:
     for name in os.listdir(path):
         (to / name).write_bytes((path / name).read_bytes())
     return to
@@ -48,7 +48,7 @@ def copied(path: Path, to: Path) -> Path:
 def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other):
     path, _ = saved
     name = data.draw(st.sampled_from(sorted(n for n in os.listdir(path) if n != ".lock")))
-    damaged = copied(path, tmp_path_factory.mktemp("damaged"))
+    damaged = copy_folder(path, tmp_path_factory.mktemp("damaged"))
     content = bytearray((damaged / name).read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     content[at] ^= data.draw(st.integers(1, 255))
@@ -64,7 +64,7 @@ def test_any_byte_that_changed_is_an_error(saved, tmp_path_factory, data, other)
 def test_any_file_that_was_cut_or_is_missing_is_an_error(saved, tmp_path_factory, data):
     path, _ = saved
     name = data.draw(st.sampled_from(sorted(n for n in os.listdir(path) if n != ".lock")))
-    damaged = copied(path, tmp_path_factory.mktemp("damaged"))
+    damaged = copy_folder(path, tmp_path_factory.mktemp("damaged"))
     content = (damaged / name).read_bytes()
     size = data.draw(st.none() | st.integers(0, len(content) - 1))
     (damaged / name).unlink() if size is None else (damaged / name).write_bytes(content[:size])
@@ -75,7 +75,7 @@ def test_any_file_that_was_cut_or_is_missing_is_an_error(saved, tmp_path_factory
 
 def test_a_damaged_page_names_the_leaves_that_it_holds(saved, tmp_path):
     path, _ = saved
-    damaged = copied(path, tmp_path)
+    damaged = copy_folder(path, tmp_path)
     name = sorted(n for n in os.listdir(path) if "00001-of" in n)[0]
     content = bytearray((damaged / name).read_bytes())
     content[-1] ^= 1
@@ -91,7 +91,7 @@ KEYS = ["mesh", "leaves", "groups", "ties", "values", "files", "nonce", "written
 @given(junk=JSON, key=st.sampled_from(KEYS))
 def test_any_json_in_the_place_of_a_manifest_or_of_a_part_of_it_is_an_error(saved, tmp_path_factory, junk, key):
     path, whole = saved
-    damaged = copied(path, tmp_path_factory.mktemp("damaged"))
+    damaged = copy_folder(path, tmp_path_factory.mktemp("damaged"))
     body = body_of(path)
     for forged in (junk, {**body, key: junk}, {k: v for k, v in body.items() if k != key}):
         write_manifest(damaged, forged)
@@ -123,7 +123,7 @@ def deep(body: Any, data: Any) -> tuple[Any, Any]:
 def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(saved, tmp_path_factory, data, junk):
     """Its checksum may fit: nothing outside of the folder is read, and no other error comes."""
     path, whole = saved
-    damaged = copied(path, tmp_path_factory.mktemp("damaged"))
+    damaged = copy_folder(path, tmp_path_factory.mktemp("damaged"))
     body = body_of(path)
     container, key = deep(body, data)
     container[key] = junk
@@ -138,7 +138,7 @@ def test_any_part_of_a_manifest_that_was_forged_reads_the_same_or_is_an_error(sa
 
 @pytest.mark.parametrize("nonce", ["../../../etc/pass", "/etc/passwd00000", "0123456789abcde/", "..", "", 3])
 def test_paths_in_a_manifest_cannot_leave_its_folder(saved, tmp_path, nonce, monkeypatch):
-    damaged = copied(saved[0], tmp_path)
+    damaged = copy_folder(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "nonce": nonce})
     monkeypatch.setattr(_files.LocalFolder, "read_into", lambda *args: 1 / 0)
     with pytest.raises(fzero.errors.CheckpointError, match=r"manifest.json is damaged: .* is no"):
@@ -147,7 +147,7 @@ def test_paths_in_a_manifest_cannot_leave_its_folder(saved, tmp_path, nonce, mon
 
 @pytest.mark.parametrize("use", [load, fzero.checkpoint.verify, lambda p: fzero.checkpoint.read(p, "params.b")])
 def test_forged_sizes_in_a_manifest_allocate_no_memory(saved, tmp_path, use):
-    damaged = copied(saved[0], tmp_path)
+    damaged = copy_folder(saved[0], tmp_path)
     body = body_of(damaged)
     for leaf in body["leaves"]:
         leaf[2] = [10**4, 10**4, 10**5] if leaf[0] == "params.b" else leaf[2]
@@ -161,7 +161,7 @@ def test_forged_sizes_in_a_manifest_allocate_no_memory(saved, tmp_path, use):
 
 
 def test_a_checkpoint_of_a_later_version_is_not_reported_as_damaged(saved, tmp_path):
-    damaged = copied(saved[0], tmp_path)
+    damaged = copy_folder(saved[0], tmp_path)
     write_manifest(damaged, {**body_of(damaged), "version": 3})
     with pytest.raises(fzero.errors.CheckpointError, match=r"it has version 3: this fzero reads versions up to 2"):
         load(damaged)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fzero
 from fzero import optim, tree
 from fzero.sharding._boxes import PerRank
-from tests.checkpoint.states import Layout, filled, same_bits, sharded, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, sharded, state_in, whole_of
 from tests.helpers import cases
 
 LAYOUTS = {
@@ -58,7 +58,7 @@ def saved(tmp_path_factory: Any) -> Any:
     @functools.cache
     def save(name: str) -> tuple[Path, Any]:
         step, state = state_in(LAYOUTS[name], PARAMS)
-        state, whole = filled(step, state)
+        state, whole = fill(step, state)
         path = tmp_path_factory.mktemp("saved") / "dcp"
         fzero.checkpoint.dcp.save(path, state, step.mesh)
         return path, whole

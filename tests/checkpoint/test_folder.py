@@ -18,7 +18,7 @@ from fzero.checkpoint import __main__ as command
 from fzero.checkpoint import _files
 from fzero.checkpoint.layout import MANIFEST
 from tests.checkpoint.helpers import memory_in
-from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 from tests.distributed.launch import world
 
 
@@ -157,7 +157,7 @@ def test_a_save_holds_the_values_at_the_call(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_files.LocalFolder, "write", waiting)
     step, state = state_in(Layout({"dp": 3}, 3), {"w": torch.zeros(7, 3), "n": torch.arange(5)})
-    state, whole = filled(step, state)
+    state, whole = fill(step, state)
     runs = fzero.checkpoint.checkpoints(tmp_path, step.mesh)
     saving = runs.save(1, state)
     with torch.no_grad():

@@ -20,14 +20,14 @@ from fzero.checkpoint._files import hold_lock
 from fzero.checkpoint.hf import _read, _write
 from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE
 from tests.checkpoint.helpers import JSON
-from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in
+from tests.checkpoint.states import LAYOUTS, Layout, fill, params_of, same_bits, sharded, state_in
 from tests.helpers import examples
 
 
 def params_in(layout: Layout, params: Any, seed: int = 0) -> tuple[fzero.zero.ShardedStep, Any, Any]:
     """A step, parameters of random bits in its layout, and these whole."""
     step, state = state_in(layout, params)
-    state, whole = filled(step, state, seed)
+    state, whole = fill(step, state, seed)
     return step, state["params"], whole["params"]
 
 

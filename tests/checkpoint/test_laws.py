@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _tensor_bytes
 from fzero.checkpoint.layout import ChunkRange, local_tree, runs
-from tests.checkpoint.states import LAYOUTS, Layout, filled, params_of, same_bits, sharded, state_in, whole_of
+from tests.checkpoint.states import LAYOUTS, Layout, fill, params_of, same_bits, sharded, state_in, whole_of
 from tests.helpers import cases, examples
 from tests.optim.table import EACH
 
@@ -22,7 +22,7 @@ from tests.optim.table import EACH
 def test_a_checkpoint_of_any_layout_loads_into_any_layout(tmp_path_factory, params, source, target, seed):
     path = tmp_path_factory.mktemp("saved")
     step, state = state_in(source, params)
-    state, whole = filled(step, state, seed)
+    state, whole = fill(step, state, seed)
     fzero.save(path, state, step.mesh)
     other, like = state_in(target, params)
     assert same_bits(whole_of(other, fzero.load(path, like=like, mesh=other.mesh)), whole)
@@ -32,7 +32,7 @@ def test_a_checkpoint_of_any_layout_loads_into_any_layout(tmp_path_factory, para
 @given(params=params_of(), layout=LAYOUTS)
 def test_an_unsharded_tree_is_read_from_any_layout_and_into_any(tmp_path_factory, params, layout):
     step, state = state_in(layout, params)
-    state, whole = filled(step, state)
+    state, whole = fill(step, state)
     one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     fzero.save(one, state, step.mesh)
     plain = fzero.load(one, like=tree.map(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else x, whole))
@@ -119,7 +119,7 @@ def test_training_resumed_in_another_layout_equals_uninterrupted_training(name, 
     for source, target in ((Layout({"dp": 4}, 3), Layout({"dp": 3}, 1)), (Layout({"dp": 2}, 0), Layout({"dp": 5}, 3))):
         params = {"h": [{"w": torch.randn(5, 7), "b": torch.randn(7)} for _ in range(2)], "v": torch.randn(3)}
         step, state = state_in(source, params, opt)
-        _, state = filled(step, state)
+        _, state = fill(step, state)
         state = {
             **state,
             **{

@@ -18,7 +18,7 @@ from fzero.testing import assert_trees_close
 from tests.checkpoint.helpers import body_of, write_manifest
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
-from tests.parallel.pipeline.model import OPT, batch_of, filled, loss_of, params_of, step_of, trained
+from tests.parallel.pipeline.model import OPT, batch_of, fill, loss_of, params_of, step_of, train_plainly
 from tests.parallel.schedules.named import NAMED
 
 
@@ -76,7 +76,7 @@ def meta(values: Any) -> Any:
 
 def dense_state(params: Any, opt: Any = OPT) -> dict[str, Any]:
     cast = opt.precision.cast(params) if opt.precision else params
-    return filled({"params": cast, "opt_state": opt.init(params), "step": 3})
+    return fill({"params": cast, "opt_state": opt.init(params), "step": 3})
 
 
 def like_in(
@@ -178,7 +178,7 @@ def test_idle_places_of_a_pipeline_are_loaded_with_copies_of_a_block():
 
 def test_training_resumed_in_another_pipeline_equals_uninterrupted_training(tmp_path):
     params = params_of(5)
-    expected = trained(loss_of(4, depth=5), params, 16, steps=4)[0]
+    expected = train_plainly(loss_of(4, depth=5), params, 16, steps=4)[0]
     for i, placed in enumerate(
         (
             Placed({"dp": 2, "pp": 2}, 2, "1f1b", "lockstep"),
@@ -262,7 +262,7 @@ def test_an_inconsistent_manifest_of_a_pipeline_is_reported_as_damaged(tmp_path,
 
 def test_a_pipeline_writes_the_hugging_face_files_of_the_whole_model(tmp_path):
     """They are equal to the byte, and in the order of the model."""
-    params = filled(params_of(12, torch.float32))
+    params = fill(params_of(12, torch.float32))
     fzero.checkpoint.hf.write(tmp_path / "dense", params, name=lambda path: f"model.{path}")
     for n, placed in enumerate(
         (Placed({"dp": 2, "pp": 3}, 3, "interleaved", "vmap"), Placed({"pp": 2}, 0, "zbv", "lockstep"))
@@ -279,7 +279,7 @@ def test_a_pipeline_writes_the_hugging_face_files_of_the_whole_model(tmp_path):
 
 
 def test_a_pipeline_writes_the_dcp_folder_of_the_whole_model(tmp_path):
-    params = filled(params_of(5, torch.float32))
+    params = fill(params_of(5, torch.float32))
     placed = Placed({"dp": 2, "pp": 2}, 2, "interleaved", "vmap")
     loss = placed.loss(5)
     step, _ = like_in(placed, loss, params)

@@ -6,7 +6,7 @@ import torch
 
 import fzero
 from fzero.checkpoint import _files
-from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 
 PARAMS = {"w": torch.zeros(9, 5), "b": torch.zeros(4), "n": torch.zeros(3, dtype=torch.int64)}
 
@@ -19,7 +19,7 @@ def root(request):
 
 def test_a_remote_checkpoint_of_any_layout_loads_into_any_layout(root):
     step, state = state_in(Layout({"dp": 3}, 3), PARAMS)
-    state, whole = filled(step, state)
+    state, whole = fill(step, state)
     fzero.save(f"{root}/saved/", state, step.mesh)
     for layout in (Layout({"dp": 2}, 1), Layout({"dp": 4}, 3), Layout({"dp": 3}, 3)):
         other, like = state_in(layout, PARAMS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.checkpoint._read_memory import _overlapping
-from tests.checkpoint.states import Layout, filled, same_bits, sharded, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, sharded, whole_of
 from tests.helpers import examples
 
 VIEWS: dict[str, Any] = {
@@ -84,7 +84,7 @@ def test_averages_that_start_as_the_parameters_are_loaded_apart(tmp_path_factory
     path = tmp_path_factory.mktemp("saved")
     step = sharded(Layout({"dp": n}, stage))
     params, _ = step.init({"w": torch.zeros(5), "b": [torch.zeros(2, 3)]}, optim.sgd(0.1))
-    state, whole = filled(step, {"params": params, "opt_state": step.partition(step.gather(params))}, seed=1)
+    state, whole = fill(step, {"params": params, "opt_state": step.partition(step.gather(params))}, seed=1)
     fzero.save(path, state, step.mesh)
     average = params if stage == 3 else fzero.tree.map(lambda x: x.view(-1).view(x.shape), params)
     loaded = fzero.load(path, like={"params": params, "opt_state": average}, mesh=step.mesh)

@@ -36,7 +36,7 @@ def take(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def measured(kept: list[int], ranges: list[tuple[int, int, int]]) -> dict[str, int]:
+def measure(kept: list[int], ranges: list[tuple[int, int, int]]) -> dict[str, int]:
     """Return the peaks of the allocator's blocks and segments; it has no memory before."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -61,7 +61,7 @@ def main() -> None:
     log.leave_out_cudnn()
     for seed in range(int(sys.argv[1])):
         kept, ranges = draw(seed)
-        print("FACTS", json.dumps({"kept": kept, "ranges": ranges} | measured(kept, ranges)), flush=True)
+        print("FACTS", json.dumps({"kept": kept, "ranges": ranges} | measure(kept, ranges)), flush=True)
 
 
 if __name__ == "__main__":

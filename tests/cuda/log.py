@@ -50,7 +50,7 @@ def leave_out_cudnn() -> None:
 
 def record(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     """Run a function, and return its result and what reached CUDA meanwhile."""
-    return _logged(run) if without_gpu() else _profiled(run)
+    return _log(run) if without_gpu() else _profile(run)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def _kept(text: str) -> bytes:
     return text.encode()
 
 
-def _logged(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
+def _log(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     library = _library()
     library.cuda_log_start()
     out = run()
@@ -104,7 +104,7 @@ PROFILED_COPIES = {
 }
 
 
-def _profiled(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
+def _profile(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
@@ -115,11 +115,11 @@ def _profiled(run: Callable[[], Any]) -> tuple[Any, list[Event]]:
     for event in profile.events():
         if event.name == "end of the run":
             break
-        results += _translated(event)
+        results += _translate(event)
     return out, results
 
 
-def _translated(event: Any) -> list[Event]:
+def _translate(event: Any) -> list[Event]:
     name, on_device = event.name, event.device_type != torch.autograd.DeviceType.CPU
     if name in CALLS:
         return [Event(CALLS[name], "", 0, "")]

@@ -41,7 +41,7 @@ def rank_0_of(axes: dict[str, int]) -> Iterator[fzero.ranks.Mesh]:
         yield mesh
 
 
-def measured(
+def measure(
     task: Task, stage: int, backend: str, mesh: fzero.ranks.Mesh, device_graph: bool = False, timed: bool = False
 ) -> dict[str, Any]:
     """Run a step at a stage, and return its facts; bytes."""
@@ -79,7 +79,7 @@ def measured(
         "counts": log.counts(events),
         "collectives": streams.collectives(events),
         "early_frees": streams.early_frees(events),
-        "timeline": _timed(call, mesh.size) if timed else None,
+        "timeline": _time(call, mesh.size) if timed else None,
         "kernels": sorted({e.name for e in events if e.kind in ("kernel", "product")}),
     }
 
@@ -88,7 +88,7 @@ def _segments_expand() -> bool:
     return "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
-def _timed(call: Callable[[], None], ranks: int) -> Timeline:
+def _time(call: Callable[[], None], ranks: int) -> Timeline:
     """Call a step on H100s whose machines hold eight each."""
     hardware = tuning.H100.as_hardware()
     with NoteWork(hardware):
@@ -114,7 +114,7 @@ def main() -> None:
         for stage in args.stages:
             print(
                 "FACTS",
-                json.dumps(measured(task, stage, args.backend, mesh, args.device_graph, args.timeline)),
+                json.dumps(measure(task, stage, args.backend, mesh, args.device_graph, args.timeline)),
                 flush=True,
             )
             torch.compiler.reset()

@@ -21,7 +21,7 @@ from fzero import optim, tree
 from fzero.checkpoint import _files, _save, _shared_memory
 from fzero.checkpoint._error import DamagedError
 from fzero.checkpoint.layout import PAGE_BYTES
-from tests.checkpoint.states import Layout, filled, same_bits, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import ALL_STAGES, LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 
@@ -58,7 +58,7 @@ def what_processes_save_any_layout_loads_and_the_reverse(mesh: fzero.ranks.Mesh)
     with folder(mesh) as path:
         for stage in either((1, 3), (0, 1, 3)):
             step, state = state_in(OnProcesses({"dp": mesh.size}, stage), PARAMS)
-            state, whole = filled(step, state, stage)
+            state, whole = fill(step, state, stage)
             fzero.save(path / "processes", state, step.mesh)
             for there in (
                 Layout({"dp": 3}, 3),
@@ -221,7 +221,7 @@ def damage_that_one_rank_sees_is_damage_to_all(mesh: fzero.ranks.Mesh) -> None:
     """All ranks go back to the checkpoint before."""
     with folder(mesh) as path:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), {"w": torch.zeros(65)})
-        (old, whole), (new, _) = [filled(step, state, seed) for seed in (0, 1)]
+        (old, whole), (new, _) = [fill(step, state, seed) for seed in (0, 1)]
         old, new, whole = [{k: x[k] for k in ("params",)} for x in (old, new, whole)]  # what others read nothing of
         state = {"params": state["params"]}
         runs = fzero.checkpoint.checkpoints(path, mesh)
@@ -243,7 +243,7 @@ def memory_outlives_a_host(mesh: fzero.ranks.Mesh) -> None:
     """Each rank is on a host of its own; one host after the other loses its memory, and others hold its part."""
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
         step, state = state_in(OnProcesses({"dp": mesh.size}, 3), PARAMS)
-        saved = [filled(step, state, seed) for seed in range(4)]
+        saved = [fill(step, state, seed) for seed in range(4)]
         for hosts in (mesh.size, 1):
             patch.setattr(_shared_memory, "_host_name", lambda hosts=hosts: f"host{mesh.rank % hosts}")
             root, memory = path / f"disk{hosts}", path / f"memory{hosts}"
@@ -295,7 +295,7 @@ def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: f
         patch.setattr(os, "pwrite", writing)
         for stage, max_file in ((0, 1 << 30), (3, 64), (3, 1 << 30)):
             step, state = state_in(OnProcesses({"dp": mesh.size}, stage), PARAMS)
-            state, whole = filled(step, state, stage)
+            state, whole = fill(step, state, stage)
             moved["written"] = 0
             fzero.checkpoint.hf.write(path, state["params"], mesh, max_file=max_file)
             total = sum(x.nbytes for x in {id(x): x for x in tree.tensors(whole["params"])}.values())

@@ -47,14 +47,14 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, object]:
 
 def python(*words: str, read: str = "", **variables: object) -> Done:
     """Run the command `python *words`; `read` is what it reads."""
-    (done,) = forked(words, [variables], read=read)
+    (done,) = fork(words, [variables], read=read)
     return done
 
 
 def world(ranks: int, *words: str, timeout: float = 1200, cwd: pathlib.Path = ROOT) -> Done:
     """Run the command `torchrun --nproc-per-node RANKS *words`, without torchrun."""
     port = free_port()
-    done = forked(words, [rank_variables(rank, ranks, port) for rank in range(ranks)], timeout, cwd)
+    done = fork(words, [rank_variables(rank, ranks, port) for rank in range(ranks)], timeout, cwd)
     errors = [f"---- rank {rank} ended with {d.returncode}:\n{d.stderr}" for rank, d in enumerate(done) if d.returncode]
     code = next((d.returncode for d in done if d.returncode), 0)
     return Done(code, "".join(d.stdout for d in done), "\n".join(errors) or "".join(d.stderr for d in done))
@@ -67,7 +67,7 @@ def torchrun(ranks: int, *words: str, timeout: float = 1200) -> subprocess.Compl
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
 
 
-def forked(
+def fork(
     words: Sequence[str],
     variables: Sequence[Mapping[str, object]],
     timeout: float = 1200,

@@ -25,7 +25,7 @@ def make(stage: int, simulate: bool, jit: bool = False, **options: Any) -> Local
     return local_steps(fzero.jit(sharded, backend="fx", **LEAST) if jit else sharded, **options)
 
 
-def trained(step: LocalSteps, batches: list[torch.Tensor]) -> tuple[Any, Any, Any, list[Any]]:
+def train(step: LocalSteps, batches: list[torch.Tensor]) -> tuple[Any, Any, Any, list[Any]]:
     params, state = step.init(start(), optim.adam(0.1))
     losses = []
     for x in batches:
@@ -34,7 +34,7 @@ def trained(step: LocalSteps, batches: list[torch.Tensor]) -> tuple[Any, Any, An
     return params, state, step.gather(state.anchor), losses
 
 
-def gathered(step: LocalSteps, params: Any) -> Any:
+def gather(step: LocalSteps, params: Any) -> Any:
     """The full parameters of one replica."""
     inner: Any = step.step
     return inner.gather(params)
@@ -48,13 +48,13 @@ def local_steps_equal_simulated_ones(_: fzero.ranks.Mesh) -> None:
     for stage, jit, options in either(few, many):
         step = make(stage, False, jit, **options)
         number = step.mesh.index("replica")
-        params, _, anchor, losses = trained(step, batches)
-        expected, _, expected_anchor, expected_losses = trained(make(stage, True, **options), batches)
+        params, _, anchor, losses = train(step, batches)
+        expected, _, expected_anchor, expected_losses = train(make(stage, True, **options), batches)
         torch.testing.assert_close(anchor, expected_anchor, rtol=1e-12, atol=1e-12)
         theirs = torch.stack([x[number] for x in expected_losses])
         torch.testing.assert_close(torch.stack(losses), theirs, rtol=1e-12, atol=1e-12)
-        full = gathered(make(stage, True, **options), expected.trees[number])
-        mine = gathered(step, params.trees[0])
+        full = gather(make(stage, True, **options), expected.trees[number])
+        mine = gather(step, params.trees[0])
         torch.testing.assert_close(mine, full, rtol=1e-12, atol=1e-12)
 
 
@@ -71,7 +71,7 @@ def replicas_are_saved_and_loaded(mesh: fzero.ranks.Mesh) -> None:
         params, state, _ = step(params, state, step.mesh.split(x))
     step.save(folder, params, state)
     torch.distributed.barrier()
-    expected = trained(make(2, True, **options), batches)[2]
+    expected = train(make(2, True, **options), batches)[2]
     for simulate in either((False,), (False, True)):
         again = make(2, simulate, **options)
         loaded, loaded_state = again.load(folder, *again.init(start(), optim.adam(0.1)))

@@ -22,12 +22,12 @@ from tests.parallel.pipeline.model import (
     OPT,
     batch_of,
     block,
-    filled,
+    fill,
     loss_of,
     moved_by_small_gradients,
     params_of,
     step_of,
-    trained,
+    train_plainly,
     trained_on,
 )
 from tests.parallel.schedules.named import NAMED
@@ -48,7 +48,7 @@ def check(
 ) -> None:
     params, size = params_of(depth), 8 * dict(mesh.shape)["dp"]
     result = trained_on(mesh, stage, loss, params, size, **options)
-    assert_trees_close(result, trained(loss, params, size), 1e-9)
+    assert_trees_close(result, train_plainly(loss, params, size), 1e-9)
 
 
 @case
@@ -143,7 +143,7 @@ def masks_are_those_without_a_pipeline(world: fzero.ranks.Mesh) -> None:
     eager = trained_on(mesh_of(world), 2, loss, params, size, key)
     assert_trees_close(trained_on(mesh_of(world), 2, loss, params, size, key, jit={"backend": "fx"}), eager, 1e-9)
     if world.size == 2:
-        assert_trees_close(eager, trained(loss, params, size, key), 1e-9)
+        assert_trees_close(eager, train_plainly(loss, params, size, key), 1e-9)
 
 
 def gpt_loss_of(micro_batches: int, schedule: str) -> fzero.parallel.pipeline.Pipeline:
@@ -186,7 +186,7 @@ def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.ranks.Mesh) -> N
 def what_one_pipeline_saves_another_loads(world: fzero.ranks.Mesh) -> None:
     """Each rank writes and reads its own blocks, and any simulation reads them."""
     with folder(world) as path:
-        dense = filled({"params": params_of(5), "opt_state": OPT.init(params_of(5))})
+        dense = fill({"params": params_of(5), "opt_state": OPT.init(params_of(5))})
         if world.rank == 0:
             fzero.save(path / "dense", dense)
         torch.distributed.barrier()

@@ -99,7 +99,7 @@ def test_the_faults_of_the_collective_recipe_find_their_places():
     code, rows = (next(b for b in blocks(page) if word in b.body) for word in ("MIRROR = ", "faults = "))
     names: dict = {}
     run(page, rows, names)
-    result, sender = (fault.planted(code.body) for fault in names["faults"])
+    result, sender = (fault.plant(code.body) for fault in names["faults"])
     printed = run(page, code._replace(body=result.replace("preverse", "preverse_with_fault")), {})
     assert re.findall(r"\d", printed) == ["0", "1", "2"] != re.findall(r"\d", code.output)
     assert "_local" in sender and "binding.size - 1 - binding.rank" not in sender
@@ -112,7 +112,7 @@ def test_the_case_of_the_recipe_of_a_pass_catches_its_fault():
     )
     names: dict = {"torch": torch}
     run(DOCS, row, names)
-    run(DOCS, code._replace(body=names["rows"][0].planted(code.body)), names)
+    run(DOCS, code._replace(body=names["rows"][0].plant(code.body)), names)
     with pytest.raises(AssertionError):
         run(DOCS, case, names)
 
@@ -177,7 +177,7 @@ def test_every_page_is_in_the_navigation():
         assert f": {on_site}\n" in nav, f"mkdocs.yml: {page.name} is not in nav"
 
 
-def described() -> set[str]:
+def list_described() -> set[str]:
     """Return the names that the reference describes, each with its module; of a module that it names, all."""
     results = set()
     for page in REFERENCE:
@@ -193,7 +193,7 @@ def described() -> set[str]:
 
 def test_every_name_of_the_top_level_is_in_the_reference():
     names = {f"fzero.{x}" for x in fzero.__all__ if not inspect.ismodule(getattr(fzero, x))}
-    assert names - described() == set(), "docs/api/fzero.md: add a line `::: NAME` for each"
+    assert names - list_described() == set(), "docs/api/fzero.md: add a line `::: NAME` for each"
 
 
 def first_cells(page: str, header: str) -> list[str]:
@@ -220,7 +220,7 @@ def test_every_option_of_fzero_plan_is_in_the_tables_of_its_page():
 
 
 def test_every_name_that_a_guide_uses_is_in_the_reference():
-    names, missing = described(), set()
+    names, missing = list_described(), set()
     for page in [*TUTORIAL, *GUIDES, ROOT / "README.md"]:
         for name in re.findall(r"\bfzero(?:\.[a-z]\w*)+\.\w+", page.read_text()):
             module, _, last = name.rpartition(".")
@@ -252,7 +252,7 @@ def exists(name: str) -> bool:
 
 def test_every_public_function_is_in_a_guide():
     guides = "\n".join([page.read_text() for page in [*TUTORIAL, *GUIDES, ROOT / "README.md"]])
-    names = {name.rpartition(".")[2] for name in described() if is_function(name)}
+    names = {name.rpartition(".")[2] for name in list_described() if is_function(name)}
     missing = [name for name in names if not re.search(rf"\b{name}\b", guides)]
     assert not missing, f"a guide that says what {missing} are for"
 

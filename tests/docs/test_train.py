@@ -17,7 +17,7 @@ def script() -> str:
     return body.replace("fzero.jit(step)", 'fzero.jit(step, backend="fx")')
 
 
-def shown(text: str) -> list[tuple[str, list[str]]]:
+def parse_output(text: str) -> list[tuple[str, list[str]]]:
     """Return the steps that were printed, and the names of what was measured."""
     matches = re.findall(r"^step (\d+) of 120: (.*)$", text, re.MULTILINE)
     return [(step, re.findall(r"([a-z/ ]+) [\d.e-]+", rest)) for step, rest in matches]
@@ -34,8 +34,8 @@ def test_the_training_script_of_the_page_resumes_after_a_kill(script, tmp_path):
     second = world(1, "train.py", cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     sessions = PAGE.read_text().split("```text\n")[1:3]
-    assert shown(first.stdout)[:3] == shown(sessions[0])
-    assert shown(second.stdout) == shown(sessions[1])
+    assert parse_output(first.stdout)[:3] == parse_output(sessions[0])
+    assert parse_output(second.stdout) == parse_output(sessions[1])
     rows = [json.loads(line) for line in (tmp_path / "runs/spiral/log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 121))
     assert rows[-1]["test accuracy"] > 0.95

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fzero
-from tests.distributed.launch import ROOT, forked, python
+from tests.distributed.launch import ROOT, fork, python
 from tests.examples.helpers import run
 from tests.helpers import cases
 
@@ -137,7 +137,7 @@ def bits(folder: Path) -> dict[str, Any]:
 
 def test_train_gpt_prints_a_plan(tmp_path):
     words = [str(ROOT / "examples" / "train_gpt.py"), "--plan", "--stage", "3"]
-    (done,) = forked(words, [{}], cwd=tmp_path)
+    (done,) = fork(words, [{}], cwd=tmp_path)
     assert "train_step: peak" in done.stdout and "reduce_scatter" in done.stdout and "blocks.1" in done.stdout
     assert (tmp_path / "plan.png").stat().st_size > 5000 and [*tmp_path.iterdir()] == [tmp_path / "plan.png"]
 

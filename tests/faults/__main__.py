@@ -57,7 +57,7 @@ HANGS = 40.0  # seconds without any news
 FORK = multiprocessing.get_context("fork")
 
 
-def drawn(rng: random.Random, kind: str) -> Start:
+def draw(rng: random.Random, kind: str) -> Start:
     simulated = rng.choice((0, 0, 0, 3))
     processes = 1 if simulated else rng.choice((1, 2, 2, 3))
     fault = Fault(kind, rng.randrange(processes), rng.randrange(1, 4), rng.randrange(7))
@@ -183,7 +183,7 @@ class HostTally:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             self.wrong += elastic_runs.run(kind, rng)
             return
-        case = on_hosts.drawn(rng, kind)
+        case = on_hosts.draw(rng, kind)
         run = on_hosts.run_case(case, PATIENCE)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.seconds.setdefault(kind, []).extend([] if run.seconds is None else [run.seconds])
@@ -239,7 +239,7 @@ def main() -> int:
         if kind in host_kinds:
             on_host.run(kind, rng)
             continue
-        start, event_count, t = drawn(rng, kind), len(news(root)), time.monotonic()
+        start, event_count, t = draw(rng, kind), len(news(root)), time.monotonic()
         if kind == "a flipped bit" and (damaged := flip_a_bit(root, rng)) is not None:
             tally.committed.discard(damaged)
         hangs += run(start, root, rng, event_count)

@@ -28,8 +28,8 @@ def run(kind: str, rng: random.Random) -> list[str]:
     """Run one, and list what is wrong with it."""
     root = Path(tempfile.mkdtemp(prefix="elastic-"))
     try:
-        (killed if kind == KINDS[0] else host_lost)(root, rng)
-        wrong = judged(root)
+        (kill_ranks if kind == KINDS[0] else host_lost)(root, rng)
+        wrong = judge(root)
     except AssertionError as error:
         wrong = [str(error)]
     if not wrong:
@@ -37,15 +37,15 @@ def run(kind: str, rng: random.Random) -> list[str]:
     return [f"{kind}, {root}: {line}" for line in wrong]
 
 
-def killed(root: Path, rng: random.Random) -> None:
+def kill_ranks(root: Path, rng: random.Random) -> None:
     """Kill one of the ranks at a random moment, once or twice."""
     count = rng.choice((2, 3))
     with agent(root, "--standalone", f"--nproc-per-node={count}", slow=0.1, steps=STEPS) as process:
         for _ in range(rng.choice((1, 2))):
-            reached(root, rng.randrange(1, 6))
+            wait_for_steps(root, rng.randrange(1, 6))
             time.sleep(rng.uniform(0, 0.3))
             kill(root, rng)
-        reached(root, 1)
+        wait_for_steps(root, 1)
         (root / "hurry").touch()
         assert process.wait(PATIENCE) == 0, (root / "out.host").read_text()[-3000:]
 
@@ -58,7 +58,7 @@ def host_lost(root: Path, rng: random.Random) -> None:
     serves, joins = [("--rdzv-conf", f"{times},is_host={flag}") for flag in ("true", "false")]
     with agent(root, *options, *serves, host="a", slow=0.3, steps=80) as first:
         with agent(root, *options, *joins, host="b", slow=0.3, steps=80) as second:
-            reached(root, rng.randrange(2, 9))
+            wait_for_steps(root, rng.randrange(2, 9))
             time.sleep(rng.uniform(0, 0.6))
             lose(second)
             shutil.rmtree(root / "memory" / "fzero" / "b", ignore_errors=True)
@@ -71,7 +71,7 @@ def host_lost(root: Path, rng: random.Random) -> None:
             assert first.wait(PATIENCE) == third.wait(PATIENCE) == 0, (root / "out.a").read_text()[-3000:]
 
 
-def reached(root: Path, steps: int) -> None:
+def wait_for_steps(root: Path, steps: int) -> None:
     """Wait for so many steps of the newest start."""
     wait_for(root, lambda log: len(newest(log)) >= steps)
 
@@ -90,7 +90,7 @@ def kill(root: Path, rng: random.Random) -> None:
     wait_for(root, lambda log: len([e for e in log if "size" in e and e["rank"] == 0]) > before)
 
 
-def judged(root: Path) -> list[str]:
+def judge(root: Path) -> list[str]:
     """List what is wrong with a run: batches that were skipped, steps that were lost, and another end."""
     wrong, runs = [], [steps for steps in starts(root) if steps]
     for one, next_one in itertools.pairwise(runs):

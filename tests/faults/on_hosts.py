@@ -118,7 +118,7 @@ class Run(NamedTuple):
     outcomes: list[Outcome]
 
 
-def drawn(rng: random.Random, kind: str) -> Case:
+def draw(rng: random.Random, kind: str) -> Case:
     jitted = kind.endswith(("any", "cut", "loss", "delay", "MB/s")) and rng.random() < 0.5  # others stop within Python
     ranks = 1 if kind == "2 s delay" else rng.choice((1, 1, 2))
     timeout = 20.0 if kind in BEFORE else 40.0  # all of it, there
@@ -328,7 +328,7 @@ def run_case(case: Case, patience: float) -> Run:
                 os.killpg(r.pid, signal.SIGKILL)
             r.join()
     wrong = [] if came else ["the moment of the fault did not come"]
-    wrong += judged(case, gone, outcomes, codes)
+    wrong += judge(case, gone, outcomes, codes)
     named = [o.time - struck for o in outcomes if o.rank not in gone]
     if wrong:
         logs = [f"--- {path}\n{path.read_text()[-2000:]}" for path in sorted(root.glob("log.*"))]
@@ -346,7 +346,7 @@ def lives(case: Case, rank: int) -> bool:
     return not (case.kind.startswith("rank ") and rank == last)
 
 
-def judged(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int | None]) -> list[str]:
+def judge(case: Case, gone: list[int], outcomes: list[Outcome], codes: list[int | None]) -> list[str]:
     """List what is wrong with the outcomes of a case."""
     wrong, said = [], {o.rank: o for o in outcomes}
     for rank in range(case.size):

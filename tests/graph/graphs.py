@@ -478,7 +478,7 @@ def bits(x: torch.Tensor | None) -> Any:
     return None if x is None else (x.dtype, tuple(x.shape), x.contiguous().view(-1).view(torch.uint8).tolist())
 
 
-def measured(graph: Graph, args: Sequence[torch.Tensor], n: int) -> list[int]:
+def measure(graph: Graph, args: Sequence[torch.Tensor], n: int) -> list[int]:
     """Run a graph, each value let go after its last use; returns the bytes that were alive at each node."""
     world, env, totals = World(n, late=True), {}, []
     targets, inputs = world.targets(), iter(args)
@@ -524,7 +524,7 @@ class _Place:
         return (self.number[node],)
 
 
-def users_reversed(graph: Graph) -> Graph:
+def reverse_users(graph: Graph) -> Graph:
     """Copy a graph so that each node lists its users in the opposite order."""
     copy, copies = Graph(), {}
     for node in graph.nodes:
@@ -538,16 +538,18 @@ def users_reversed(graph: Graph) -> Graph:
     return copy
 
 
-def not_compiled(patch: pytest.MonkeyPatch) -> None:
+def skip_compiler(patch: pytest.MonkeyPatch) -> None:
     """Have segments run as they are, in Inductor's place."""
     patch.setattr(_backends, "is_compiled", lambda code: True)
     patch.setattr(_auto_backend, "is_compiled", lambda code: True)
     patch.setattr(
-        _backends, "compile_all", lambda codes, _: [(c, boxed(GraphModule({}, c.graph), c.stand_ins)) for c in codes]
+        _backends,
+        "compile_all",
+        lambda codes, _: [(c, run_boxed(GraphModule({}, c.graph), c.stand_ins)) for c in codes],
     )
 
 
-def boxed(gm: Any, stand_ins: Any) -> Any:
+def run_boxed(gm: Any, stand_ins: Any) -> Any:
     """Run a segment's operations one by one in Inductor's place, on arguments like those it was compiled for."""
 
     def call(args: list[Any]) -> Any:

@@ -32,7 +32,7 @@ def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
     )
 
 
-def copied(values: Any) -> Any:
+def copy_graph(values: Any) -> Any:
     return tree.map(torch.clone, values)
 
 
@@ -47,7 +47,7 @@ def train_both(
     step: fzero.zero.ShardedStep, jitted: fzero.graph.Jitted, params: Any, opt: Any, batches: list[Any]
 ) -> Any:
     """Train with both from one start; returns their states and losses."""
-    eager, fast = step.init(params, opt), jitted.init(copied(params), opt)
+    eager, fast = step.init(params, opt), jitted.init(copy_graph(params), opt)
     losses: tuple[list[Any], list[Any]] = ([], [])
     for batch in batches:
         *eager, loss = step(*eager, step.mesh.split(batch))

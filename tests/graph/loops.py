@@ -16,7 +16,7 @@ CLIPPED = optim.chain(optim.clip_by_global_norm(0.5), ADAMW)
 
 
 @contextlib.contextmanager
-def unrolled() -> Iterator[None]:
+def unroll() -> Iterator[None]:
     """Have every micro-batch traced by itself."""
     real = _entry.record_loops
     _entry.record_loops = lambda on, pipelines: real(False)

@@ -24,7 +24,7 @@ def params() -> dict[str, torch.Tensor]:
     return {name: torch.randn(8, 8, generator=g) for name in ("w", "v")}
 
 
-def trained(around: bool, remat: bool, micro_batches: int, stage: int, simulate: str, jit: bool, steps: int = 2) -> Any:
+def train(around: bool, remat: bool, micro_batches: int, stage: int, simulate: str, jit: bool, steps: int = 2) -> Any:
     """Train with autocast around the step, or within the loss, and a region of full precision in both."""
 
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -57,10 +57,10 @@ def trained(around: bool, remat: bool, micro_batches: int, stage: int, simulate:
     "remat,micro_batches,stage", cases([(True, 1, 2), (False, 4, 0)], [(False, 1, 3), (True, 4, 1)])
 )
 def test_a_jitted_step_casts_where_the_step_does(around, remat, micro_batches, stage):
-    eager = trained(around, remat, micro_batches, stage, "vmap", jit=False)
-    bitwise(trained(around, remat, micro_batches, stage, "vmap", jit=True), eager)
-    bitwise(trained(around, remat, micro_batches, stage, "lockstep", jit=False), eager)
-    bitwise(trained(around, False, micro_batches, stage, "vmap", jit=False), eager)  # remat changes no number
+    eager = train(around, remat, micro_batches, stage, "vmap", jit=False)
+    bitwise(train(around, remat, micro_batches, stage, "vmap", jit=True), eager)
+    bitwise(train(around, remat, micro_batches, stage, "lockstep", jit=False), eager)
+    bitwise(train(around, False, micro_batches, stage, "vmap", jit=False), eager)  # remat changes no number
 
 
 def test_gradients_of_a_weight_that_is_used_twice_are_summed_in_its_own_dtype():

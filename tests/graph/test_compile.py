@@ -241,7 +241,7 @@ class Pretended:
         self.stopped = True
 
 
-def trained(step: Any, jitted: Any, steps: Sequence[int]) -> None:
+def train(step: Any, jitted: Any, steps: Sequence[int]) -> None:
     opt = optim.adamw(1e-2)
     eager, fast = step.init(mlp_params(), opt), jitted.init(mlp_params(), opt)
     for i in steps:
@@ -264,14 +264,14 @@ def runs_of(jitted: Any) -> Any:
 def test_a_step_runs_uncompiled_until_all_its_segments_are_compiled(monkeypatch):
     pretended = Pretended(monkeypatch)
     step, jitted = both()
-    trained(step, jitted, range(2))
+    train(step, jitted, range(2))
     runs = runs_of(jitted).runs
     assert runs.fast is None and not pretended.compiled
     pretended.ready = 2
-    trained(step, jitted, range(1))
+    train(step, jitted, range(1))
     assert runs.fast is None and len(pretended.compiled) == 2
     pretended.ready = 1000
-    trained(step, jitted, range(2))
+    train(step, jitted, range(2))
     assert runs.fast is not None and len(pretended.compiled) == runs_of(jitted).distinct == len(runs.loaded) > 2
 
 
@@ -290,7 +290,7 @@ def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_com
     monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_backends, "compile_all", uncompiled)
     step, _ = both()
-    trained(step, fzero.jit(step), range(1))
+    train(step, fzero.jit(step), range(1))
     assert states == {not warm} and gc.isenabled()
 
 
@@ -304,11 +304,11 @@ def test_no_segment_is_loaded_before_inductor_is_imported(monkeypatch):
     for name in ("start_import", "start_cpu_probe"):
         monkeypatch.setattr(_segment_compiler, name, lambda: thread)
     step, jitted = both()
-    trained(step, jitted, range(2))
+    train(step, jitted, range(2))
     assert not runs_of(jitted).runs.loaded
     there.set()
     thread.join()
-    trained(step, jitted, range(1))
+    train(step, jitted, range(1))
     assert runs_of(jitted).runs.loaded
 
 
@@ -356,7 +356,7 @@ def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     clock = itertools.count(0, 0.3)
     monkeypatch.setattr(_auto_backend, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
     step, jitted = both()
-    trained(step, jitted, range(1))
+    train(step, jitted, range(1))
     assert len(runs_of(jitted).runs.loaded) == 1
 
 
@@ -371,11 +371,11 @@ def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled
     monkeypatch.setattr(_auto_backend, "compile_and_mark", fail_last)
     step, jitted = both()
     last = -1  # none, to count them
-    trained(step, jitted, range(1))
+    train(step, jitted, range(1))
     last = len(pretended.compiled) - 1
     pretended.compiled.clear()
     step, jitted = both()
-    trained(step, jitted, range(3))
+    train(step, jitted, range(3))
     assert len(pretended.compiled) == last
     assert runs_of(jitted).runs.fast.uncompiled == 1
 
@@ -385,7 +385,7 @@ def test_segments_that_workers_left_are_compiled_in_this_process(monkeypatch):
     pretended = Pretended(monkeypatch)
     pretended.are_done = lambda: True
     step, jitted = both()
-    trained(step, jitted, range(2))
+    train(step, jitted, range(2))
     assert runs_of(jitted).runs.fast is not None
 
 

@@ -19,7 +19,7 @@ from fzero import optim, tree
 from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment
 from fzero.testing import assert_trees_close, optimizers, stages, trees, world_sizes
-from tests.graph.helpers import bitwise, copied, train_both
+from tests.graph.helpers import bitwise, copy_graph, train_both
 from tests.helpers import ALL_STAGES, LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 from tests.zero.helpers import loss_of_tree
@@ -117,7 +117,7 @@ def test_batch_norm_buffers_jit():
     jitted = fzero.jit(step, backend="fx", **LEAST)
     (params, state), batch = step.init(params, opt), step.mesh.split(mlp_batch(8))
     expected = step(params, state, buffers, batch)
-    bitwise(jitted(copied(params), state, copied(buffers), batch), expected)
+    bitwise(jitted(copy_graph(params), state, copy_graph(buffers), batch), expected)
 
 
 def transformers_model(name: str) -> torch.nn.Module:

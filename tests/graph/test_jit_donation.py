@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import optim, tree
-from tests.graph.helpers import bitwise, copied
+from tests.graph.helpers import bitwise, copy_graph
 from tests.helpers import ALL_STAGES, LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -98,7 +98,7 @@ def test_init_and_gather_give_memory_of_their_own(stage):
     step = fzero.jit(
         fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
     )
-    state, before = step.init(mine, opt), copied(mine)
+    state, before = step.init(mine, opt), copy_graph(mine)
     best = step.gather(state[0])
     *state, _ = step(*state, step.mesh.split(mlp_batch(4)))
     bitwise(mine, before)

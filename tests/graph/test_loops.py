@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, random
 from fzero.testing import optimizers, stages, trees, world_sizes
-from tests.graph.helpers import bitwise, copied, train_both
-from tests.graph.loops import ADAMW, CLIPPED, assert_draws_alike, loops, unrolled
+from tests.graph.helpers import bitwise, copy_graph, train_both
+from tests.graph.loops import ADAMW, CLIPPED, assert_draws_alike, loops, unroll
 from tests.helpers import LEAST, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.zero.helpers import loss_of_tree
 
@@ -64,12 +64,12 @@ def test_a_loop_is_the_unrolled_step_and_the_eager_one_bit_for_bit(name, params,
     mesh = fzero.mesh(dp=n)
     step = fzero.shard(step_of(name, opt, k), stage=stage, mesh=mesh)
     looped, flat = (fzero.jit(step, backend="fx", **LEAST) for _ in range(2))
-    states = [step.init(params, opt), looped.init(copied(params), opt), flat.init(copied(params), opt)]
+    states = [step.init(params, opt), looped.init(copy_graph(params), opt), flat.init(copy_graph(params), opt)]
     for i in range(2):
         data = mesh.split({"x": torch.linspace(-1, 1 + i, n * k * 2, dtype=torch.float64)})
         batch = {"data": data, "key": random.key(i)}
         eager, first = step(*states[0], batch), looped(*states[1], batch)
-        with unrolled():
+        with unroll():
             second = flat(*states[2], batch)
         bitwise(first, eager)
         bitwise(second, eager)

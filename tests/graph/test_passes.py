@@ -11,7 +11,7 @@ from torch.fx import Node
 from fzero.graph.ir import is_input, stand_ins_of
 from fzero.graph.passes import donate, schedule
 from tests.graph import graphs
-from tests.graph.graphs import Sample, World, bits, lines, run, samples, snapshot, users_reversed
+from tests.graph.graphs import Sample, World, bits, lines, reverse_users, run, samples, snapshot
 from tests.graph.passes.helpers import apply_passes, check_results, selected_passes, settings_of_passes
 from tests.helpers import examples
 
@@ -50,7 +50,7 @@ def test_a_pass_depends_on_the_graph_alone(make, how):
     expected = lines(apply_passes(sample, how))
     assert lines(apply_passes(sample, how)) == expected
     assert lines(apply_passes(renamed, how)) == expected
-    assert lines(apply_passes(sample._replace(graph=users_reversed(sample.graph)), how)) == expected
+    assert lines(apply_passes(sample._replace(graph=reverse_users(sample.graph)), how)) == expected
 
 
 @examples(17, 50)

@@ -12,7 +12,7 @@ from fzero import optim, tree
 from fzero._format import format_bytes
 from fzero.graph import _one_rank, _trace_agreement
 from tests.graph.helpers import assert_peak_is_the_allocators, bitwise, entry_of, plan_of, train_both
-from tests.graph.loops import ADAMW, unrolled
+from tests.graph.loops import ADAMW, unroll
 from tests.helpers import ALL_STAGES, LEAST, cases, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 from tests.tiny_gpt import gpt_loss, gpt_params
@@ -34,7 +34,7 @@ def with_and_without_a_loop(stage: int) -> list[fzero.graph.Plan]:
     step = fzero.shard(train_step_for(gpt_loss, ADAMW, micro_batches=3), stage=stage, mesh=fzero.mesh(dp=2))
     args = (*step.init(gpt_params(width=32, layers=either(1, 2)), ADAMW), step.mesh.split(torch.randint(37, (12, 17))))
     looped = fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)
-    with unrolled():
+    with unroll():
         return [looped, fzero.plan(fzero.jit(step, backend="fx"), *args, world_size=4)]
 
 

@@ -70,7 +70,7 @@ class Model:
         return [draw() for _ in range(steps)]
 
 
-def built(name: str, attention: str | None = None) -> nn.Module:
+def build_module(name: str, attention: str | None = None) -> nn.Module:
     """Build a row's module, all of whose parameters are away from zero: of those at zero a relative error says little.
 
     (Biases start at zero. Those of attention's keys stay there: their gradients are zero but for rounding.)

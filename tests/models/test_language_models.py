@@ -20,7 +20,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close
 from tests.helpers import ALL_STAGES, cases
-from tests.models.table import MODELS, Batch, built, loss_of
+from tests.models.table import MODELS, Batch, build_module, loss_of
 
 NAMES = ["gpt2", "llama", "llama, tied"]
 
@@ -51,7 +51,7 @@ def train_step_for(model: nn.Module, opt: Any, loss: Any = loss_of, **options: A
 def test_four_ranks_with_adams_usual_eps_train_as_one(name):
     """It scales up the rounding errors of small gradients: measured, 6e-13; 3e-12 where the exact gradient is 0."""
     opt = optim.adamw(1e-2, weight_decay=0.1)
-    train_step, params = train_step_for(built(name, "eager"), opt)
+    train_step, params = train_step_for(build_module(name, "eager"), opt)
     assert_equivalent(train_step, params, opt, MODELS[name].batches(), [3], [4], rtol=1e-10)
 
 
@@ -59,8 +59,8 @@ def test_four_ranks_with_adams_usual_eps_train_as_one(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_equal_the_whole_batch(name, stage):
     opt = optim.adamw(1e-2, eps=1e-3)
-    whole, params = train_step_for(built(name, "eager"), opt)
-    in_parts, _ = train_step_for(built(name, "eager"), opt, micro_batches=2)
+    whole, params = train_step_for(build_module(name, "eager"), opt)
+    in_parts, _ = train_step_for(build_module(name, "eager"), opt, micro_batches=2)
     mesh, (batch,) = fzero.mesh(dp=2), MODELS[name].batches(1)
     step = fzero.shard(in_parts, stage, mesh)
     new, _, value = step(*step.init(params, opt), mesh.split(batch))
@@ -72,7 +72,7 @@ def test_micro_batches_equal_the_whole_batch(name, stage):
 @pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_the_models_own_loss_in_float32_equals_unsharded(stage):
     opt = optim.adamw(1e-3, eps=1e-4)
-    train_step, params = train_step_for(built("gpt2", "eager").float(), opt, own_loss)
+    train_step, params = train_step_for(build_module("gpt2", "eager").float(), opt, own_loss)
     assert_equivalent(train_step, params, opt, MODELS["gpt2"].batches(), [stage], [2], rtol=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_the_models_own_loss_in_float32_equals_unsharded(stage):
 @pytest.mark.parametrize("name", NAMES)
 def test_scaled_dot_product_attention_under_vmap_equals_unsharded(name, stage):
     opt = optim.adamw(1e-2, eps=1e-3)
-    train_step, params = train_step_for(built(name, "sdpa"), opt)
+    train_step, params = train_step_for(build_module(name, "sdpa"), opt)
     with sdpa_kernel(SDPBackend.MATH):
         assert_equivalent(train_step, params, opt, MODELS[name].batches(), [stage], [2])
 
@@ -90,7 +90,7 @@ def test_scaled_dot_product_attention_under_vmap_equals_unsharded(name, stage):
 def test_padded_batches_equal_unsharded(name, attention, simulate):
     """Of sequences that end earlier only the keys are masked: every token counts in the loss, on each rank as many."""
     opt = optim.adamw(1e-2, eps=1e-3)
-    train_step, params = train_step_for(built(name, attention), opt)
+    train_step, params = train_step_for(build_module(name, attention), opt)
     visible = torch.arange(7) < torch.tensor([7, 5, 7, 3, 6, 7, 4, 2])[:, None]  # [batch, keys]
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
     four_d = attention == "sdpa" and simulate == "vmap"
@@ -103,7 +103,7 @@ def test_padded_batches_equal_unsharded(name, attention, simulate):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_block_is_a_unit_and_tied_embeddings_are_stored_once(name):
-    model = built(name)
+    model = build_module(name)
     _, params, _ = fzero.nn.functional(model)
     assert ("lm_head.weight" in params) == (name == "llama")
     step = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=2))

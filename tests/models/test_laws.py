@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import fzero
 from fzero.testing import assert_trees_close
 from tests.helpers import ALL_STAGES, cases, either
-from tests.models.table import MODELS, VOCAB, Model, built, pretrained
+from tests.models.table import MODELS, VOCAB, Model, build_module, pretrained
 from tests.models.training import Trained, assert_same_training, train_by_hand, train_sharded
 
 RANKS = 2
@@ -41,25 +41,27 @@ def runs(
 def unsharded(name: str, attention: str | None = None) -> Trained:
     """Train on whole batches, or part by part where a rank's part gives numbers of its own."""
     parts = RANKS if MODELS[name].per_rank else 1
-    return train_by_hand(built(name, attention), MODELS[name].batches(), parts, MODELS[name].per_rank == "dropout")
+    return train_by_hand(
+        build_module(name, attention), MODELS[name].batches(), parts, MODELS[name].per_rank == "dropout"
+    )
 
 
 @pytest.mark.parametrize("name,stage", runs())
 def test_ranks_in_lockstep_train_as_unsharded(name, stage):
-    trained = train_sharded(built(name), MODELS[name].batches(), stage, LOCKSTEP)
+    trained = train_sharded(build_module(name), MODELS[name].batches(), stage, LOCKSTEP)
     assert_same_training(trained, unsharded(name), MODELS[name].rtol)
 
 
 @pytest.mark.parametrize("name,stage", runs(lambda m: not m.vmap and m.per_rank != "dropout", first=1))
 def test_ranks_under_vmap_train_as_unsharded(name, stage):
-    trained = train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP)
+    trained = train_sharded(build_module(name, "eager"), MODELS[name].batches(), stage, VMAP)
     assert_same_training(trained, unsharded(name, "eager"), MODELS[name].rtol)
 
 
 @pytest.mark.parametrize("name", models(lambda m: bool(m.vmap)))
 def test_the_error_of_a_model_that_vmap_cannot_run_advises_lockstep(name):
     with pytest.raises(RuntimeError, match=MODELS[name].vmap) as caught:
-        train_sharded(built(name, "eager"), MODELS[name].batches(1), 0, VMAP)
+        train_sharded(build_module(name, "eager"), MODELS[name].batches(1), 0, VMAP)
     assert 'simulate="lockstep"' in "".join(caught.value.__notes__)
 
 
@@ -69,7 +71,8 @@ def test_the_error_of_a_model_that_vmap_cannot_run_advises_lockstep(name):
 )
 def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
     first, *others = [
-        train_sharded(built(name, "eager"), MODELS[name].batches(), stage, VMAP) for stage in either((0, 3), ALL_STAGES)
+        train_sharded(build_module(name, "eager"), MODELS[name].batches(), stage, VMAP)
+        for stage in either((0, 3), ALL_STAGES)
     ]
     for other in others:
         assert_same_training(other, first, MODELS[name].rtol)
@@ -79,9 +82,9 @@ def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
 
 @pytest.mark.parametrize("name,stage", runs(lambda m: m.per_rank in ("dropout", "statistics"), (1, 3)))
 def test_in_evaluation_mode_a_model_draws_no_random_numbers_and_writes_no_buffers(name, stage):
-    batches, before = MODELS[name].batches(), dict(built(name).named_buffers())
-    expected = train_by_hand(built(name).eval(), batches)
-    module = built(name).eval()
+    batches, before = MODELS[name].batches(), dict(build_module(name).named_buffers())
+    expected = train_by_hand(build_module(name).eval(), batches)
+    module = build_module(name).eval()
     state = torch.manual_seed(1).get_state()
     trained = train_sharded(module, batches, stage, LOCKSTEP)
     assert_same_training(trained, expected, MODELS[name].rtol)
@@ -93,7 +96,7 @@ def test_in_evaluation_mode_a_model_draws_no_random_numbers_and_writes_no_buffer
 @pytest.mark.parametrize("stage", cases((3,), [1]))
 def test_training_keeps_the_mode_of_each_module(stage):
     def partly(name: str) -> torch.nn.Module:
-        module = built(name)
+        module = build_module(name)
         for m in module.modules():
             m.train(not isinstance(m, torch.nn.BatchNorm2d))
         return module
@@ -102,7 +105,7 @@ def test_training_keeps_the_mode_of_each_module(stage):
     modes = [m.training for m in module.modules()]
     trained = train_sharded(module, batches, stage, LOCKSTEP)
     assert_same_training(trained, train_by_hand(partly("resnet"), batches), MODELS["resnet"].rtol)
-    assert_trees_close(trained.buffers, dict(built("resnet").named_buffers()))
+    assert_trees_close(trained.buffers, dict(build_module("resnet").named_buffers()))
     assert [m.training for m in module.modules()] == modes and len(set(modes)) == 2
 
 

@@ -66,7 +66,7 @@ def start(mutant: Mutant, project: pathlib.Path) -> Run:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="mutant-"))
     copy(project, folder)
     path = folder / "fzero" / mutant.file
-    path.write_text(mutant.planted(path.read_text()))
+    path.write_text(mutant.plant(path.read_text()))
     process = os.fork()
     if process == 0:
         run_tests(mutant, folder)
@@ -146,7 +146,7 @@ def with_slow_tests(results: list[Verdict], project: pathlib.Path) -> Iterator[V
             yield v
 
 
-def chosen(names: list[str]) -> list[Mutant]:
+def choose(names: list[str]) -> list[Mutant]:
     """Return the mutants of these names, or all."""
     unknown = set(names) - {m.name for m in MUTANTS}
     if unknown:
@@ -159,7 +159,7 @@ def not_applicable(mutants: list[Mutant], project: pathlib.Path) -> list[Verdict
     results = []
     for mutant in mutants:
         try:
-            mutant.planted((project / "fzero" / mutant.file).read_text())
+            mutant.plant((project / "fzero" / mutant.file).read_text())
         except (LookupError, FileNotFoundError) as error:
             results.append(Verdict(mutant, NOT_APPLICABLE, str(error.args[0] if len(error.args) == 1 else error)))
     return results
@@ -182,7 +182,7 @@ def summary(results: list[Verdict]) -> str:
 def main() -> None:
     """Try the mutants named on the command line, or all, and print a table."""
     os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    mutants = chosen(sys.argv[1:])
+    mutants = choose(sys.argv[1:])
     for name in PRELOAD:
         importlib.import_module(name)
     console = Console(width=150)

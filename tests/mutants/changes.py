@@ -21,8 +21,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tests.mutants.patterns import Match, filled, is_letter, letters, matched, parsed
-from tests.mutants.places import Edit, Place, Scope, applied, edit, known, names_bound, places
+from tests.mutants.patterns import Match, fill, find_match, is_letter, letters, parse
+from tests.mutants.places import Edit, Place, Scope, apply, edit, known_names, names_bound, places
 
 OPERATORS: dict[str, type[ast.AST]] = {
     **{"+": ast.Add, "-": ast.Sub, "*": ast.Mult, "@": ast.MatMult, "/": ast.Div, "//": ast.FloorDiv, "%": ast.Mod},
@@ -51,7 +51,7 @@ class Change(NamedTuple):
     symbol: str | None = None
     uses: frozenset[str] = frozenset()  # the names in what is new
 
-    def planted(self, text: str, symbol: str) -> str:
+    def plant(self, text: str, symbol: str) -> str:
         """Return a file's text with the change in a symbol.
 
         Raises:
@@ -59,9 +59,9 @@ class Change(NamedTuple):
         """
         where = symbol if self.symbol is None else self.symbol
         among = places(text, where)
-        if self.uses and (unknown := self.uses - known(text, among[0] if where else None)):
+        if self.uses and (unknown := self.uses - known_names(text, among[0] if where else None)):
             raise LookupError(f"knows no {', '.join(sorted(unknown))} in {where!r}, which {self.words} uses")
-        return applied(text, [self.edit(text, *match) for match in self.chosen(among, where)])
+        return apply(text, [self.edit(text, *match) for match in self.choose(among, where)])
 
     def edit(self, text: str, place: Place, match: Match) -> Edit:
         """Write one place anew."""
@@ -71,7 +71,7 @@ class Change(NamedTuple):
         (other,) = [value for value in parent.values if value is not place.node]
         return edit(text, _place_of(parent, place.above), [other])
 
-    def chosen(self, among: list[Place], where: str) -> list[tuple[Place, Match]]:
+    def choose(self, among: list[Place], where: str) -> list[tuple[Place, Match]]:
         """Find the places to change."""
         fits = [(place, match) for place in among if self.is_one(place) for match in self.matches(place)]
         nth, _, count = self.at.partition(" of ")
@@ -90,7 +90,7 @@ class Change(NamedTuple):
         if not self.old:
             yield Match({})
         for old in self.old:
-            if (match := matched(old, node, Match({}))) is not None:
+            if (match := find_match(old, node, Match({}))) is not None:
                 yield match
                 return
 
@@ -107,12 +107,12 @@ def dropped(part: str, at: str = "") -> Change:
 
 def always(condition: str, at: str = "") -> Change:
     """Let a condition always hold."""
-    return Change(f"always({condition!r})", _is_condition, (parsed(condition),), _made("True"), at)
+    return Change(f"always({condition!r})", _is_condition, (parse(condition),), _make("True"), at)
 
 
 def never(condition: str, at: str = "") -> Change:
     """Let a condition never hold."""
-    return Change(f"never({condition!r})", _is_condition, (parsed(condition),), _made("False"), at)
+    return Change(f"never({condition!r})", _is_condition, (parse(condition),), _make("False"), at)
 
 
 def negated(condition: str, at: str = "") -> Change:
@@ -122,7 +122,7 @@ def negated(condition: str, at: str = "") -> Change:
         assert isinstance(place.node, ast.expr)
         return [ast.UnaryOp(ast.Not(), place.node)]
 
-    return Change(f"negated({condition!r})", _is_condition, (parsed(condition),), made, at)
+    return Change(f"negated({condition!r})", _is_condition, (parse(condition),), made, at)
 
 
 def swapped(old: str, new: str, at: str = "") -> Change:
@@ -130,52 +130,54 @@ def swapped(old: str, new: str, at: str = "") -> Change:
     words = f"swapped({old!r}, {new!r})"
     if old in OPERATORS:
         return Change(words, _any, (OPERATORS[old](),), lambda *_: [OPERATORS[new]()], at)
-    pattern = parsed(old)
+    pattern = parse(old)
     if not isinstance(pattern, ast.Compare | ast.BinOp | ast.BoolOp | ast.AugAssign):
         raise ValueError(f"{old!r} is no operation")
-    return Change(words, _any, (pattern,), lambda place, _: [_operated(place.node, OPERATORS[new]())], at)
+    return Change(words, _any, (pattern,), lambda place, _: [_operate(place.node, OPERATORS[new]())], at)
 
 
 def before(statement: str, new: str, at: str = "") -> Change:
     """Put new statements before one."""
-    made = _made(new, expression=False)
+    made = _make(new, expression=False)
     words = f"before({statement!r}, {new!r})"
     old = (_statement(statement),)
-    return Change(words, _is_statement, old, lambda p, match: [*made(p, match), p.node], at, uses=_used(new))
+    return Change(words, _is_statement, old, lambda p, match: [*made(p, match), p.node], at, uses=_names_in(new))
 
 
 def after(statement: str, new: str, at: str = "") -> Change:
     """Put new statements after one."""
-    made = _made(new, expression=False)
+    made = _make(new, expression=False)
     words = f"after({statement!r}, {new!r})"
     old = (_statement(statement),)
-    return Change(words, _is_statement, old, lambda p, match: [p.node, *made(p, match)], at, uses=_used(new))
+    return Change(words, _is_statement, old, lambda p, match: [p.node, *made(p, match)], at, uses=_names_in(new))
 
 
 def constant(old: object, new: object, at: str = "") -> Change:
     """Put another constant in place of one."""
-    return Change(f"constant({old!r}, {new!r})", _any, (parsed(repr(old)),), _made(repr(new)), at)
+    return Change(f"constant({old!r}, {new!r})", _any, (parse(repr(old)),), _make(repr(new)), at)
 
 
 def returns(value: str, at: str = "") -> Change:
     """Let a function return another value."""
-    return Change(f"returns({value!r})", _is_returned, (parsed("A"),), _made(value), at, uses=_used(value))
+    return Change(f"returns({value!r})", _is_returned, (parse("A"),), _make(value), at, uses=_names_in(value))
 
 
 def bare(expression: str, at: str = "") -> Change:
     """Put the part A of an expression in its place: without what is done with it, or added to it."""
-    pattern = parsed(expression)
+    pattern = parse(expression)
     if "A" not in letters(pattern):
         raise ValueError(f"{expression!r} has no part A")
-    return Change(f"bare({expression!r})", _any, (pattern,), _made("A"), at)
+    return Change(f"bare({expression!r})", _any, (pattern,), _make("A"), at)
 
 
 def becomes(old: str, new: str, at: str = "") -> Change:
     """Put another expression in place of one, other statements in place of one, or another entry of a dictionary."""
     if _is_pair(old):
-        pair = (parsed(f"{{{old}}}"),)
-        return Change(f"becomes({old!r}, {new!r})", _is_entry, pair, _made(f"{{{new}}}"), at, uses=_used(f"{{{new}}}"))
-    pattern = parsed(old)
+        pair = (parse(f"{{{old}}}"),)
+        return Change(
+            f"becomes({old!r}, {new!r})", _is_entry, pair, _make(f"{{{new}}}"), at, uses=_names_in(f"{{{new}}}")
+        )
+    pattern = parse(old)
     expressions = isinstance(pattern, ast.expr) and isinstance(ast.parse(new).body[0], ast.Expr) and ";" not in new
     if not expressions:
         pattern = _statement(old)
@@ -183,7 +185,7 @@ def becomes(old: str, new: str, at: str = "") -> Change:
     if unbound:
         raise ValueError(f"{', '.join(sorted(unbound))} stands for nothing in {old!r}")
     words = f"becomes({old!r}, {new!r})"
-    return Change(words, _any, (pattern,), _made(new, expressions), at, uses=_used(new))
+    return Change(words, _any, (pattern,), _make(new, expressions), at, uses=_names_in(new))
 
 
 def renamed(new: str) -> Change:
@@ -203,10 +205,10 @@ def in_symbol(symbol: str, change: Change) -> Change:
     return change._replace(symbol=symbol)
 
 
-def _made(template: str, expression: bool = True) -> Callable[[Place, Match], list[ast.AST]]:
+def _make(template: str, expression: bool = True) -> Callable[[Place, Match], list[ast.AST]]:
     """Return a function that fills a template with what was found."""
-    body: list[ast.AST] = [parsed(template)] if expression else [*ast.parse(template).body]
-    return lambda place, match: [filled(node, match) for node in body]
+    body: list[ast.AST] = [parse(template)] if expression else [*ast.parse(template).body]
+    return lambda place, match: [fill(node, match) for node in body]
 
 
 def _is_pair(text: str) -> bool:
@@ -218,7 +220,7 @@ def _is_pair(text: str) -> bool:
     return False
 
 
-def _used(template: str) -> frozenset[str]:
+def _names_in(template: str) -> frozenset[str]:
     """List the names that a template reads and does not bind itself."""
     nodes = [node for node in ast.walk(ast.parse(template)) if isinstance(node, ast.Name | ast.arg | ast.alias)]
     read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and not is_letter(n.id)}
@@ -239,7 +241,7 @@ def _part(text: str) -> Iterator[ast.AST]:
     """Read a part as an expression, an argument with a name, and an entry of a dictionary: as what it can be."""
     for around in ("_({})", "{{{}}}"):
         try:
-            node = parsed(around.format(text))
+            node = parse(around.format(text))
         except SyntaxError:
             continue
         if isinstance(node, ast.Call):
@@ -248,7 +250,7 @@ def _part(text: str) -> Iterator[ast.AST]:
             yield node
 
 
-def _operated(node: ast.AST, operator: ast.AST) -> ast.AST:
+def _operate(node: ast.AST, operator: ast.AST) -> ast.AST:
     """Return an operation with another operator."""
     changed = {"ops": [operator]} if isinstance(node, ast.Compare) else {"op": operator}
     fields: dict[str, Any] = {**dict(ast.iter_fields(node)), **changed}

@@ -55,7 +55,7 @@ class Mutant(NamedTuple):
     changes: tuple[Change, ...]
     tests: tuple[str, ...] = LAWS
 
-    def planted(self, text: str) -> str:
+    def plant(self, text: str) -> str:
         """Return the file's text with the fault in it.
 
         Raises:
@@ -63,7 +63,7 @@ class Mutant(NamedTuple):
         """
         for change in self.changes:
             try:
-                text = change.planted(text, self.symbol)
+                text = change.plant(text, self.symbol)
             except LookupError as error:
                 raise LookupError(f"mutant {self.name!r}: fzero/{self.file} {error.args[0]}") from None
         return text

@@ -22,7 +22,7 @@ class Match(NamedTuple):
     gaps: tuple[list[ast.AST], ...] = ()
 
 
-def parsed(text: str) -> ast.AST:
+def parse(text: str) -> ast.AST:
     """Read an expression or a statement."""
     body = ast.parse(text).body
     if len(body) != 1:
@@ -41,7 +41,7 @@ def is_gap(pattern: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def matched(pattern: Syntax, node: Syntax, match: Match) -> Match | None:
+def find_match(pattern: Syntax, node: Syntax, match: Match) -> Match | None:
     """Return what a pattern's letters stand for in a node, in addition to what was found; None if it does not fit."""
     if isinstance(pattern, ast.Name) and is_letter(pattern.id):
         return _bound(pattern.id, node, match) if isinstance(node, ast.expr) else None
@@ -61,7 +61,7 @@ def matched(pattern: Syntax, node: Syntax, match: Match) -> Match | None:
     return _fields(pattern, node, match)
 
 
-def filled(template: ast.AST, match: Match) -> ast.AST:
+def fill(template: ast.AST, match: Match) -> ast.AST:
     """Put what was found into a copy of a template.
 
     Raises:
@@ -80,7 +80,7 @@ def _fields(pattern: ast.AST, node: ast.AST, match: Match | None) -> Match | Non
     for name in pattern._fields:
         any_decorators = name == "decorator_list" and not getattr(pattern, name)
         if match is not None and name not in SKIPPED and not any_decorators:
-            match = matched(getattr(pattern, name, None), getattr(node, name, None), match)
+            match = find_match(getattr(pattern, name, None), getattr(node, name, None), match)
     return match
 
 
@@ -108,20 +108,20 @@ def _sequence(patterns: list, nodes: list, match: Match) -> Match | None:
             if (fits := _sequence(rest, nodes[n:], taken)) is not None:
                 return fits
         return None
-    fits = matched(first, nodes[0], match) if nodes else None
+    fits = find_match(first, nodes[0], match) if nodes else None
     return None if fits is None else _sequence(rest, nodes[1:], fits)
 
 
 def _call(pattern: ast.Call, node: ast.Call, match: Match) -> Match | None:
     """Fit a call that has a `...`: the first one takes the arguments with other names."""
-    function = matched(pattern.func, node.func, match)
+    function = find_match(pattern.func, node.func, match)
     fits = None if function is None else _sequence(pattern.args, node.args, function)
     if function is None or fits is None:
         return None
     others = list(node.keywords)
     for keyword in pattern.keywords:
-        same = next((k for k in others if matched(keyword, k, fits) is not None), None)
-        fits = None if same is None else matched(keyword, same, fits)
+        same = next((k for k in others if find_match(keyword, k, fits) is not None), None)
+        fits = None if same is None else find_match(keyword, same, fits)
         if fits is None:
             return None
         others = [k for k in others if k is not same]

@@ -120,7 +120,7 @@ def names_bound(node: ast.AST) -> list[str]:
     return [word] if isinstance(word, str) and not isinstance(node, ast.keyword) else []
 
 
-def known(text: str, place: Place | None) -> set[str]:
+def known_names(text: str, place: Place | None) -> set[str]:
     """List the names that code at a place may use: those of the file and of the functions around the place."""
     tree = tree_of(text)
     own = tree if place is None else (*place.above, place.node)[1]
@@ -161,13 +161,13 @@ def edit(text: str, place: Place, new: list[ast.AST]) -> Edit:
     place.put(new)
     written = new if depth == len(chain) - 1 else [chain[depth]]
     column = getattr(chain[depth], "col_offset", 0)
-    made = _written(written, column, text.encode()[start:end].count(b"\n"))
+    made = _write(written, column, text.encode()[start:end].count(b"\n"))
     for name, value in old.items():
         setattr(place.above[-1], name, value)
     return Edit(start, end, made)
 
 
-def applied(text: str, edits: list[Edit]) -> str:
+def apply(text: str, edits: list[Edit]) -> str:
     """Return a text with edits in it, none of which may lie in another."""
     data, edits = text.encode(), sorted(edits)
     for one, other in itertools.pairwise(edits):
@@ -178,7 +178,7 @@ def applied(text: str, edits: list[Edit]) -> str:
     return data.decode()
 
 
-def _written(nodes: list[ast.AST], column: int, lines: int) -> str:
+def _write(nodes: list[ast.AST], column: int, lines: int) -> str:
     """Write nodes from a column on, in at least so many more lines: what follows then keeps its number."""
     for node in nodes:
         ast.fix_missing_locations(node)

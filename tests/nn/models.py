@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def built(name: str, **more: Any) -> Any:
+def build(name: str, **more: Any) -> Any:
     model, config, sizes = MODELS[name]
     torch.manual_seed(0)
     made = getattr(transformers, config)(**sizes, attn_implementation="eager", **more)

@@ -10,7 +10,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def built(make: Any, seed: int = 0) -> Any:
+def build(make: Any, seed: int = 0) -> Any:
     """Build a float64 module from a seed."""
     torch.manual_seed(seed)
     return make().double()

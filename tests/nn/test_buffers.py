@@ -13,14 +13,14 @@ from fzero import optim, tree
 from fzero.nn import functional
 from fzero.testing import assert_trees_close
 from tests.helpers import ALL_STAGES, LEAST, cases
-from tests.nn.modules import IMAGES, Norms, built, randn
+from tests.nn.modules import IMAGES, Norms, build, randn
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", cases((3,), [0]))
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_jitted_step_donates_copies_of_the_modules_buffers(frozen, stage):
-    module, opt, mesh = built(Norms), optim.sgd(0.1), fzero.mesh(dp=2)
+    module, opt, mesh = build(Norms), optim.sgd(0.1), fzero.mesh(dp=2)
     module.conv.requires_grad_(not frozen)  # a frozen one is handed on, in memory that the module has as well
     apply, params, buffers = functional(module)
     averaged = {name for name, b in module.named_buffers() if b.is_floating_point()}
@@ -61,7 +61,7 @@ def norm_step(apply: Any, opt: Any) -> Any:
 
 
 def test_unsharded_training_carries_the_modules_own_running_statistics():
-    module = built(Norms)
+    module = build(Norms)
     apply, params, buffers = functional(copy.deepcopy(module))
     opt = optim.sgd(0.1)
     step, state = norm_step(apply, opt), opt.init(params)
@@ -79,7 +79,7 @@ def test_unsharded_training_carries_the_modules_own_running_statistics():
 @pytest.mark.parametrize("n", [2, 4])
 def test_running_statistics_of_a_sharded_step_are_the_mean_over_ranks(n, stage):
     opt, mesh = optim.sgd(0.1), fzero.mesh(dp=n)
-    module = built(Norms)
+    module = build(Norms)
     apply, params, buffers = functional(copy.deepcopy(module))
     step = fzero.shard(norm_step(apply, opt), stage, mesh)
     params, state = step.init(params, opt)
@@ -102,7 +102,7 @@ def test_running_statistics_of_a_sharded_step_are_the_mean_over_ranks(n, stage):
 
 @pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_batch_norm_in_evaluation_mode_trains_as_unsharded(stage):
-    module = built(Norms)
+    module = build(Norms)
     module(IMAGES[0])
     apply, params, buffers = functional(module.eval())
     opt, mesh = optim.sgd(0.1), fzero.mesh(dp=2)
@@ -120,7 +120,7 @@ def test_batch_norm_in_evaluation_mode_trains_as_unsharded(stage):
 
 
 def test_buffers_of_one_rank_are_refused_as_a_replicated_result():
-    apply, params, buffers = functional(built(Norms))
+    apply, params, buffers = functional(build(Norms))
     mesh = fzero.mesh(dp=2)
     with pytest.raises(ValueError, match=r"'norm2d.running_mean' differs by rank.*fzero.collectives.pmean"):
         mesh.spmd(lambda p, b, x: apply(p, b, x)[1])(params, buffers, mesh.split(IMAGES[0]))

@@ -13,14 +13,14 @@ from fzero import optim, tree
 from fzero.nn import functional
 from fzero.testing import assert_trees_close
 from tests.helpers import ALL_STAGES, cases
-from tests.nn.modules import IMAGES, MODULES, Norms, Tied, built, randn
+from tests.nn.modules import IMAGES, MODULES, Norms, Tied, build, randn
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODULES)
 def test_apply_equals_the_module_forward_and_gradients(name, training):
     make, x = MODULES[name]
-    module = built(make).train(training)
+    module = build(make).train(training)
     module(x)  # move running statistics away from their start
     apply, params, buffers = functional(module)
 
@@ -38,7 +38,7 @@ def test_apply_equals_the_module_forward_and_gradients(name, training):
 
 
 def test_params_are_the_modules_own_tensors_detached():
-    module = built(Norms)
+    module = build(Norms)
     _, params, buffers = functional(module)
     for name, p in module.named_parameters():
         assert params[name].data_ptr() == p.data_ptr() and not params[name].requires_grad
@@ -48,7 +48,7 @@ def test_params_are_the_modules_own_tensors_detached():
 
 def test_apply_owns_no_storage():
     for make, _ in MODULES.values():
-        apply = functional(built(make)).apply
+        apply = functional(build(make)).apply
         tensors = [*apply.module.parameters(), *apply.module.buffers()]
         assert all(x.is_meta for x in tensors)
         held = [x for m in apply.module.modules() for x in vars(m).values() if isinstance(x, torch.Tensor)]
@@ -56,7 +56,7 @@ def test_apply_owns_no_storage():
 
 
 def test_apply_leaves_the_module_as_it_was():
-    module = built(Norms)
+    module = build(Norms)
     before = copy.deepcopy(module.state_dict())
     apply, params, buffers = functional(module)
     apply(params, buffers, IMAGES[0])
@@ -65,7 +65,7 @@ def test_apply_leaves_the_module_as_it_was():
 
 
 def test_apply_leaves_its_arguments_as_they_were():
-    apply, params, buffers = functional(built(Norms))
+    apply, params, buffers = functional(build(Norms))
     before = tree.map(torch.clone, (params, buffers))
     _, after = apply(params, buffers, IMAGES[0])
     assert_trees_close((params, buffers), before, 0.0)
@@ -87,7 +87,7 @@ def test_apply_passes_positional_and_keyword_arguments():
 
 
 def test_evaluation_mode_is_kept_as_it_was_and_writes_no_buffer():
-    module = built(Norms)
+    module = build(Norms)
     module(IMAGES[0])
     training, evaluation = functional(module), functional(copy.deepcopy(module).eval())
     assert all(m.training for m in training.apply.module.modules())
@@ -100,7 +100,7 @@ def test_evaluation_mode_is_kept_as_it_was_and_writes_no_buffer():
 
 
 def test_vmap_gives_a_modules_gradient_of_each_sample():
-    module = built(MODULES["sequential"][0])
+    module = build(MODULES["sequential"][0])
     apply, params, buffers = functional(module)
     x = randn(6, 5)
 
@@ -132,7 +132,7 @@ def test_dropout_differs_by_rank():
 def test_a_module_with_dropout_trains_at_every_stage_and_repeats_with_the_seed(stage):
     def run() -> Any:
         apply, params, buffers = functional(
-            built(lambda: nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.Linear(16, 1)))
+            build(lambda: nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.Linear(16, 1)))
         )
         opt, mesh = optim.sgd(0.05), fzero.mesh(dp=2)
 
@@ -163,7 +163,7 @@ def units_of(params: Any) -> dict[str, str]:
 
 
 def test_units_follow_the_blocks_of_a_module_list():
-    units = units_of(functional(built(Tied)).params)
+    units = units_of(functional(build(Tied)).params)
     assert units["embed.weight"] == "embed"
     for i in range(2):
         for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
@@ -171,7 +171,7 @@ def test_units_follow_the_blocks_of_a_module_list():
 
 
 def test_units_follow_the_children_of_a_sequential():
-    units = units_of(functional(built(MODULES["sequential"][0])).params)
+    units = units_of(functional(build(MODULES["sequential"][0])).params)
     assert units == {"0.weight": "0", "0.bias": "0", "2.weight": "2", "2.bias": "2"}
 
 
@@ -183,7 +183,7 @@ def test_units_of_a_module_inside_another_follow_its_blocks():
 
 
 def test_frozen_and_trainable_parameters_of_one_block_are_different_units():
-    module = built(Tied)
+    module = build(Tied)
     module.blocks[0][0].weight.requires_grad_(False)
     _, params, buffers = functional(module)
     assert units_of(params)["blocks.0.0.bias"] == "blocks.0"

@@ -8,7 +8,7 @@ from torch import nn
 
 import fzero
 from fzero.nn import functional
-from tests.nn.modules import IDS, IMAGES, Norms, Tied, built
+from tests.nn.modules import IDS, IMAGES, Norms, Tied, build
 
 
 @pytest.fixture
@@ -94,27 +94,27 @@ def test_another_value_than_a_module_is_refused():
 
 
 def test_boxes_are_refused_by_name():
-    apply, params, buffers = functional(built(Tied))
+    apply, params, buffers = functional(build(Tied))
     mesh = fzero.mesh(dp=2)
     with pytest.raises(TypeError, match=r"Tied was given Shard.*'embed.weight'.*fzero.gather"):
         mesh.spmd(lambda p, ids: apply(fzero.partition(p), buffers, ids)[0])(params, mesh.split(IDS[0]))
 
 
 def test_a_parameter_that_is_missing_is_named():
-    apply, params, buffers = functional(built(Tied))
+    apply, params, buffers = functional(build(Tied))
     del params["blocks.1.0.bias"]
     with pytest.raises(ValueError, match=r"'blocks\.1\.0\.bias'"):
         apply(params, buffers, IDS[0])
 
 
 def test_a_parameter_that_the_module_does_not_have_is_named():
-    apply, params, buffers = functional(built(Tied))
+    apply, params, buffers = functional(build(Tied))
     with pytest.raises(ValueError, match="'typo'"):
         apply({**params, "typo": torch.ones(2)}, buffers, IDS[0])
 
 
 def test_a_buffer_that_is_missing_is_named():
-    apply, params, buffers = functional(built(Norms))
+    apply, params, buffers = functional(build(Norms))
     for name in ("norm2d.running_mean", "norm2d.num_batches_tracked"):
         rest = {k: x for k, x in buffers.items() if k != name}
         with pytest.raises(ValueError, match=f"'{name}'"):

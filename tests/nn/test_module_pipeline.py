@@ -8,7 +8,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.nn import pipeline
-from tests.nn.models import MODELS, batch_for, built
+from tests.nn.models import MODELS, batch_for, build
 
 
 def losses(output: Any, batch: Any) -> Any:
@@ -22,7 +22,7 @@ def inputs(batch: Any) -> Any:
     return {name: x for name, x in batch.items() if name != "labels"}
 
 
-def trained(loss: Any, params: Any, batch: Any, micro_batches: int = 1, **sharded: Any) -> Any:
+def train(loss: Any, params: Any, batch: Any, micro_batches: int = 1, **sharded: Any) -> Any:
     """Train for two steps; return the parameters and the loss."""
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9))
 
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.mark.parametrize("name,schedule,stages,depth,zero,ranks,simulate,remat", CASES)
 def test_a_pipelined_module_trains_as_the_whole_model(name, schedule, stages, depth, zero, ranks, simulate, remat):
-    model, batch = built(name), {key: torch.cat([x, x.roll(1, -1), x.flip(0), x]) for key, x in batch_for(name).items()}
+    model, batch = build(name), {key: torch.cat([x, x.roll(1, -1), x.flip(0), x]) for key, x in batch_for(name).items()}
     if "attention_mask" in batch:
         batch["attention_mask"] = batch["attention_mask"].sort(-1, descending=True).values  # short sequences end early
     loss, params, join = pipeline(
@@ -82,10 +82,10 @@ def test_a_pipelined_module_trains_as_the_whole_model(name, schedule, stages, de
     )
     mesh = fzero.mesh(dp=2, pp=ranks, simulate=simulate)
     stacked = loss.stack(params, mesh)
-    got, value = trained(loss, stacked, batch, stage=zero, mesh=mesh, split=loss.split)
+    got, value = train(loss, stacked, batch, stage=zero, mesh=mesh, split=loss.split)
     apply, whole, buffers = fzero.nn.functional(model)
     # in micro-batches too: gemma2 sums gradients of its norms in float32
-    want, expected = trained(lambda p, b: losses(apply(p, buffers, **inputs(b))[0], b), whole, batch, micro_batches=4)
+    want, expected = train(lambda p, b: losses(apply(p, buffers, **inputs(b))[0], b), whole, batch, micro_batches=4)
     named = join(loss.unstack(got, mesh))
     assert named.keys() == want.keys()
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
@@ -94,7 +94,7 @@ def test_a_pipelined_module_trains_as_the_whole_model(name, schedule, stages, de
 
 
 def test_a_rank_holds_its_blocks_and_its_part_of_the_rest():
-    model = built("llama")
+    model = build("llama")
     loss, params, _ = pipeline(model, losses, inputs=inputs, micro_batches=2)
     mesh = fzero.mesh(dp=2, pp=2)
     opt = optim.adamw(1e-3)
@@ -106,7 +106,7 @@ def test_a_rank_holds_its_blocks_and_its_part_of_the_rest():
 
 def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_path):
     """Straight from the shards of a pipeline: each rank its own blocks."""
-    model, other = built("llama"), built("llama")
+    model, other = build("llama"), build("llama")
     for p in other.parameters():
         torch.nn.init.normal_(p)
     other.save_pretrained(tmp_path / "start")
@@ -131,7 +131,7 @@ def test_a_folder_of_hugging_face_is_read_and_written_by_the_models_names(tmp_pa
 
 @pytest.mark.slow
 def test_a_pipelined_module_evaluates_examples():
-    model = built("gpt2").eval()
+    model = build("gpt2").eval()
     batch = {name: x.repeat(2, *[1] * (x.ndim - 1)) for name, x in batch_for("gpt2").items()}
 
     def each(output: Any, batch: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_pipelined_module_evaluates_examples():
 
 
 def test_without_a_mesh_a_pipelined_loss_is_the_ordinary_loss():
-    model, batch = built("bert"), batch_for("bert")
+    model, batch = build("bert"), batch_for("bert")
     loss, params, join = pipeline(model, losses, inputs=inputs, micro_batches=2)
     total, weight = loss(params, batch)
     expected, count = losses(model(**inputs(batch)), batch)
@@ -160,7 +160,7 @@ def test_without_a_mesh_a_pipelined_loss_is_the_ordinary_loss():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
 def test_masks_and_tables_have_the_dtype_of_half_precision(name):
-    model, batch = built(name), batch_for(name)
+    model, batch = build(name), batch_for(name)
     loss, params, _ = pipeline(model, lambda output, batch: output.logits.float().sum(), inputs=inputs, micro_batches=1)
     half = fzero.tree.map(lambda x: x.bfloat16(), params)
     got, _ = loss(half, batch)
@@ -169,7 +169,7 @@ def test_masks_and_tables_have_the_dtype_of_half_precision(name):
 
 @pytest.mark.slow
 def test_dropout_by_key_is_the_same_on_any_mesh():
-    model, batch = built("gpt2").train(), batch_for("gpt2")
+    model, batch = build("gpt2").train(), batch_for("gpt2")
     loss, params, _ = pipeline(model, losses, inputs=inputs, micro_batches=2)
     key = fzero.random.key(3)
     want, plain = loss(params, batch, key), loss(params, batch)

@@ -12,17 +12,17 @@ from fzero import optim, tree
 from fzero.nn import functional
 from fzero.testing import assert_trees_close
 from tests.helpers import ALL_STAGES, cases
-from tests.nn.modules import IDS, Tied, built
+from tests.nn.modules import IDS, Tied, build
 
 
 def test_tied_parameters_have_one_name():
-    _, params, _ = functional(built(Tied))
+    _, params, _ = functional(build(Tied))
     assert "embed.weight" in params and "head.weight" not in params
     assert len({x.data_ptr() for x in params.values()}) == len(params)
 
 
 def test_tied_parameters_stay_one_in_the_copy_without_storage():
-    module: Any = functional(built(Tied)).apply.module
+    module: Any = functional(build(Tied)).apply.module
     assert module.head.weight is module.embed.weight
 
 
@@ -42,7 +42,7 @@ def tied_step(apply: Any, opt: Any) -> Any:
 @pytest.mark.parametrize("stage", cases((2, 3), ALL_STAGES))
 @pytest.mark.parametrize("n", [2, 4])
 def test_tied_module_trains_as_with_torch_optim(n, stage):
-    module = built(Tied)
+    module = build(Tied)
     apply, params, buffers = functional(copy.deepcopy(module))
     opt, mesh = optim.adamw(1e-2), fzero.mesh(dp=n)
     step = fzero.shard(tied_step(apply, opt), stage, mesh)
@@ -60,7 +60,7 @@ def test_tied_module_trains_as_with_torch_optim(n, stage):
 
 
 def frozen() -> Any:
-    module = built(Tied)
+    module = build(Tied)
     for p in module.blocks[0].parameters():
         p.requires_grad_(False)
     return module

@@ -39,7 +39,7 @@ class Leaving(nn.Module):
         return y
 
 
-def called(does: Callable[[Any, torch.Tensor], Any], remat: bool = False, **attributes: Any) -> tuple[nn.Module, Any]:
+def call(does: Callable[[Any, torch.Tensor], Any], remat: bool = False, **attributes: Any) -> tuple[nn.Module, Any]:
     """Differentiate a module with such a block, and return the module and the gradients."""
     module = nn.Sequential(nn.Linear(3, 3), Leaving(does, **attributes))
     apply, params, buffers = functional(module, remat=remat)
@@ -104,7 +104,7 @@ class Balanced(nn.Module):
         return y
 
 
-def trained(module: nn.Module, loss_of: Callable[..., Any], jit: bool, **options: Any) -> float:
+def train(module: nn.Module, loss_of: Callable[..., Any], jit: bool, **options: Any) -> float:
     """Train a step on two ranks, and return the loss at the new parameters."""
     apply, params, buffers = functional(module, **options)
 
@@ -131,7 +131,7 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(j
         return lambda p, x: apply(p, buffers, x)[0].sum() + balanced.aux  # of the user's module
 
     with pytest.raises(RuntimeError, match=r"\(module\(\*args\), module.get_submodule\('1'\).aux\)\)"):
-        trained(module, stale, jit)
+        train(module, stale, jit)
 
     def returned(apply: Any, buffers: Any) -> Any:
         run = apply.method(lambda module, *args: (module(*args), module.get_submodule("1").aux))
@@ -150,16 +150,16 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(j
         return loss
 
     same = nn.Sequential(module[0], copy.deepcopy(balanced.gate))
-    assert trained(module, returned, jit) == pytest.approx(trained(same, by_hand, jit), rel=1e-5)
+    assert train(module, returned, jit) == pytest.approx(train(same, by_hand, jit), rel=1e-5)
     assert not notices()
     with pytest.raises(RuntimeError, match=r"ignore_writes=\['1.aux'\]\)"):
-        trained(module, by_hand, jit)
-    trained(module, by_hand, jit, ignore_writes=["1.aux"])
+        train(module, by_hand, jit)
+    train(module, by_hand, jit, ignore_writes=["1.aux"])
 
 
 def test_a_tensor_that_a_block_under_remat_stores_is_refused():
     with pytest.raises(ValueError, match="held elsewhere than in its result"):
-        called(LEFT["an attribute"][0], remat=True)
+        call(LEFT["an attribute"][0], remat=True)
 
 
 def test_forward_is_checked_once_for_each_structure_of_arguments(notices):
@@ -329,7 +329,7 @@ def make(m: Any, y: torch.Tensor) -> None:
 )
 def test_a_parameter_that_forward_writes_is_refused_by_name(does, message):
     with pytest.raises(RuntimeError, match=message):
-        called(does)
+        call(does)
 
 
 def test_a_constant_buffer_that_a_jitted_step_writes_is_named():

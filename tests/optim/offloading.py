@@ -169,7 +169,7 @@ class Way(NamedTuple):
         return fzero.shard(train_step_of(optimizer, row, self.micro_batches), self.stage, mesh, units=self.units)
 
 
-def trained(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
+def train(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
     """Train, and return whole parameters, whole state and losses."""
     optimizer = row.make(wrap, params)
     batches = batches_of(max(way.n, 1) * way.micro_batches * 2, steps, row.scaled)

@@ -25,7 +25,7 @@ def whole_optimizers() -> list[str]:
     return [name for name in first if first[name] == "learning_rate" and not name.startswith("scale_by_")]
 
 
-def merged(old: Iterable[str], names: Iterable[str]) -> list[str]:
+def merge(old: Iterable[str], names: Iterable[str]) -> list[str]:
     """Return names in the order of a list, those that it lacks behind it."""
     wanted = [*names]
     kept = [name for name in old if name in wanted]
@@ -37,7 +37,7 @@ def with_lines(page: str, heading: str, names: Iterable[str]) -> str:
     before, mark, rest = page.partition(f"## {heading}\n")
     section, more, after = rest.partition("\n## ")
     lines = [
-        f"::: fzero.optim.{name}" for name in merged(re.findall(r"^::: fzero\.optim\.(\w+)$", section, re.M), names)
+        f"::: fzero.optim.{name}" for name in merge(re.findall(r"^::: fzero\.optim\.(\w+)$", section, re.M), names)
     ]
     return f"{before}{mark}\n" + "\n".join(lines) + f"\n{more}{after}"
 
@@ -52,7 +52,7 @@ def features() -> str:
     """Write the sentence of the features that lists the optimizers."""
 
     def names(match: re.Match[str]) -> str:
-        return ", ".join([f"`{name}`" for name in merged(re.findall(r"\w+", match[0]), whole_optimizers())]) + ", "
+        return ", ".join([f"`{name}`" for name in merge(re.findall(r"\w+", match[0]), whole_optimizers())]) + ", "
 
     return re.sub(r"(?<=in optax style: )(?:`\w+`, )+", names, FEATURES.read_text())
 
@@ -61,7 +61,7 @@ def of_plugs(text: str) -> str:
     """Write the sentence of a plug's page that lists torch's optimizers."""
 
     def names(match: re.Match[str]) -> str:
-        *first, last = merged(re.findall(r"[A-Z]\w+", match[0]), _OPTIMIZERS)
+        *first, last = merge(re.findall(r"[A-Z]\w+", match[0]), _OPTIMIZERS)
         return f"torch's {', '.join(first)} {match[1]} {last}"
 
     return re.sub(r"torch's (?:[A-Z]\w+, )+[A-Z]\w+ (and|or) [A-Z]\w+", names, text)

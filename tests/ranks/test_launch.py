@@ -7,7 +7,7 @@ import pytest
 
 import fzero
 from fzero.ranks._launch import _first_host, find_world
-from tests.distributed.launch import Done, forked, free_port, python, rank_variables
+from tests.distributed.launch import Done, fork, free_port, python, rank_variables
 
 SCRIPT = """
 import sys, torch, fzero
@@ -34,7 +34,7 @@ def slurms(rank: int, size: int, job: int) -> dict[str, Any]:
 
 def test_the_tasks_of_a_slurm_step_are_a_world():
     job = free_port() % 10000  # the port is 20000 + it
-    done = forked(["-c", SCRIPT, "60"], [slurms(r, 2, job) for r in range(2)])
+    done = fork(["-c", SCRIPT, "60"], [slurms(r, 2, job) for r in range(2)])
     assert [d.stdout for d in done] == [f"Mesh(dp=1, tp=2, rank {r}) 1\n" for r in range(2)], done
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from tests.distributed.launch import environment
 from tests.sweep.cases import Case, cases_of
 from tests.sweep.families import MODELS
-from tests.sweep.page import written
+from tests.sweep.page import render_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write docs/models.md, and run nothing")
     asked = parser.parse_args()
     if asked.write:
-        PAGE.write_text(written(read()))
+        PAGE.write_text(render_page(read()))
         return 0
     keys = {} if asked.fresh else {key for key, actual in read().items() if actual["outcome"] in DONE}
     todo = [

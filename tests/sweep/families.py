@@ -108,12 +108,12 @@ def of_transformers(name: str, kind: str, **more: Any) -> Callable[[str | None],
             "seq2seq": "AutoModelForSeq2SeqLM",
             "images": "AutoModel",
         }[kind]
-        return built(getattr(transformers, auto), config, attention).train()
+        return build_model(getattr(transformers, auto), config, attention).train()
 
     return build
 
 
-def built(auto: Any, config: Any, attention: str | None) -> nn.Module:
+def build_model(auto: Any, config: Any, attention: str | None) -> nn.Module:
     """Build a model with an implementation of attention, or with products and a softmax where it has no other."""
     for options in ({} if attention is None else {"attn_implementation": attention}, {"attn_implementation": "eager"}):
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ from typing import Any
 from tests.sweep.cases import cases_of
 from tests.sweep.families import MODELS, Model
 
-__all__ = ["written"]
+__all__ = ["render_page"]
 
 Results = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -26,7 +26,7 @@ have heads of 16 and sequences of 32, so that real kernels are chosen. `make swe
 """
 
 
-def written(results: Results) -> str:
+def render_page(results: Results) -> str:
     """Write the page."""
     lines = [HEAD + "| model | compiled | processes | pipeline | tensor parallel |\n| --- | --- | --- | --- | --- |"]
     reasons: dict[str, list[str]] = {}

@@ -37,7 +37,7 @@ def values(rows, dtype=torch.float64):
     return params, torch.randn(rows, 3, dtype=dtype)
 
 
-def trained(n, stage, k, autograd, f=loss):
+def train(n, stage, k, autograd, f=loss):
     """Train three steps on n ranks in lockstep; return the parameters and the last loss."""
     mesh = fzero.mesh(dp=n, simulate="lockstep")
     opt = optim.adam(0.1)
@@ -58,7 +58,7 @@ def trained(n, stage, k, autograd, f=loss):
 @examples(4, 100)
 @given(n=st.integers(1, 4), stage=st.integers(0, 3), k=st.integers(1, 3))
 def test_gradients_by_plain_autograd_equal_those_of_torch_func(n, stage, k):
-    assert_trees_close(trained(n, stage, k, autograd=True), trained(n, stage, k, autograd=False))
+    assert_trees_close(train(n, stage, k, autograd=True), train(n, stage, k, autograd=False))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -67,10 +67,10 @@ def test_autograd_differentiates_a_function_of_the_old_form(stage):
         return Doubled.apply(loss(params, batch))
 
     with pytest.raises(RuntimeError):
-        trained(2, stage, 1, autograd=False, f=doubled)
-    result = trained(2, stage, 1, autograd=True, f=doubled)
+        train(2, stage, 1, autograd=False, f=doubled)
+    result = train(2, stage, 1, autograd=True, f=doubled)
     # adam's steps do not depend on the gradients' size, but for its eps
-    torch.testing.assert_close(result, trained(2, stage, 1, autograd=False), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, train(2, stage, 1, autograd=False), rtol=1e-5, atol=1e-5)
     params, batch = values(4)
     of_loss, of_doubled = (
         fzero.value_and_grad(loss)(params, batch),

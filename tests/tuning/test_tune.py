@@ -33,19 +33,19 @@ SPACE: dict[str, Any] = {
 
 
 @functools.cache
-def tried() -> ConfigurationTable:
+def try_all() -> ConfigurationTable:
     """Try all of it, at the first use: not while tests are collected."""
     return fzero.tune(lambda c: planned(c), **SPACE, memory=1e12, offload=(0.0, 1.0))
 
 
 @functools.cache
 def peaks() -> list[int]:
-    return sorted({r.peak_bytes for r in tried().rows})
+    return sorted({r.peak_bytes for r in try_all().rows})
 
 
 def test_a_row_is_the_plan_of_its_configuration():
-    assert len(tried().rows) == len(STAGES) * 2 * 3 * 2 and not tried().skipped
-    for row in tried().rows[:: either(20, 1)]:
+    assert len(try_all().rows) == len(STAGES) * 2 * 3 * 2 and not try_all().skipped
+    for row in try_all().rows[:: either(20, 1)]:
         plan = planned(row.config)
         assert row.peak_bytes == plan.peak_bytes and row.in_full
         assert row.device_bytes == {k: n for k in row.device_bytes if (n := plan.live_of(k)[plan.peak_at])}
@@ -62,9 +62,9 @@ def test_the_best_row_equals_that_of_an_exhaustive_search(share, at):
     """It does so at any budget, also one that a row just meets; what is skipped would not have fitted."""
     for budget in (at, share * peaks()[-1] + 1):
         table = fzero.tune(lambda c: planned(c), **SPACE, memory=budget, offload=(0.0, 1.0))
-        fits = [r for r in tried().rows if r.peak_bytes <= budget]
+        fits = [r for r in try_all().rows if r.peak_bytes <= budget]
         assert {r.config for r in table.fitting} == {r.config for r in fits}
-        assert {s.config for s in table.skipped} | {r.config for r in table.rows} == {r.config for r in tried().rows}
+        assert {s.config for s in table.skipped} | {r.config for r in table.rows} == {r.config for r in try_all().rows}
         if fits:
             assert table.best().row == min(fits, key=lambda r: (r.seconds, r.peak_bytes))
         else:
@@ -82,9 +82,9 @@ def test_a_search_skips_rows_that_cannot_fit():
 
 
 def test_min_peak_bytes_bound_the_peaks_of_configurations_that_hold_no_less():
-    for a in tried().rows:
+    for a in try_all().rows:
         assert a.min_peak_bytes <= a.peak_bytes
-        for b in tried().rows:
+        for b in try_all().rows:
             assert a.peak_bytes >= b.min_peak_bytes or not a.config.holds_no_less_than(b.config), (a.config, b.config)
 
 
@@ -141,14 +141,14 @@ def test_a_table_prints_its_rows_budget_and_frontier():
 def test_the_reason_of_the_best_row_names_the_memory_that_the_next_faster_lacks():
     of = {
         r.config.remat: r
-        for r in tried().rows
+        for r in try_all().rows
         if (r.config.stage, r.config.micro_batch, r.config.offload) == (2, 64, 0)
     }
     small, large, huge = (
         replace(r, seconds=s, device_bytes={"activations": n, "gradients": 5e8})
         for r, s, n in zip(of.values(), (3.0, 2.0, 1.0), (1e9, 2e9, 4e9), strict=True)
     )
-    table = replace(tried(), rows=(huge, small, large), budget=2e9)
+    table = replace(try_all(), rows=(huge, small, large), budget=2e9)
     assert table.best().row == small and table.frontier == [huge, large, small]
     said = f"Of 2 faster configurations that do not fit, the smallest, {large.config}, is 500.0 MB too large: "
     said += "it holds 2.0 GB of activations"
@@ -157,7 +157,7 @@ def test_the_reason_of_the_best_row_names_the_memory_that_the_next_faster_lacks(
 
 
 def test_a_table_of_plans_draws_a_picture(tmp_path):
-    tried().plot(tmp_path / "t.png")
+    try_all().plot(tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 5000
 
 

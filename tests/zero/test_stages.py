@@ -82,7 +82,7 @@ def collectives_of(row: StageLayouts, k: int) -> tuple[int, int, int]:
     return gathers, scatters, int(row.grads == "replicated")
 
 
-def measured(step: Any, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+def measure(step: Any, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, int]]:
     """Collectives of a unit in a step, and bytes of a rank's parameters and state."""
     opt = optim.adam(1e-2)
     state = step.init(mlp_params(torch.float32), opt)
@@ -104,7 +104,7 @@ def test_the_collectives_and_the_bytes_of_a_row_follow_from_its_fields(rows, dat
     with stages(*rows):
         for stage, row in enumerate(rows):
             step = fzero.shard(train_step_for(mlp_loss, optim.adam(1e-2), micro_batches=k), stage, fzero.mesh(dp=n))
-            counts, (params, state) = measured(step, k, n)
+            counts, (params, state) = measure(step, k, n)
             assert counts == collectives_of(row, k), row
             assert (params < full) == (row.params == "sharded") and (params == full) == (row.params != "sharded"), row
             assert (state < 2 * full) == (row.opt_state == "sharded"), row

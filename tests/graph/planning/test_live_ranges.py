@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from fzero.graph.ir import graph_results, is_input, nbytes, stand_ins_of
 from fzero.graph.ir._storages import storages
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
-from tests.graph.graphs import measured, samples
+from tests.graph.graphs import measure, samples
 from tests.graph.passes.helpers import apply_passes, settings_of_passes
 from tests.helpers import examples
 
@@ -23,7 +23,7 @@ def test_live_bytes_of_a_plan_are_those_measured_in_a_run(make, how):
     ranges = [r for r in live_ranges(graph) if r.label != "the ranks' parts"]
     count = len(sample.shapes)
     expected = live_bytes(ranges, len(graph.nodes))
-    assert expected[count - 1 :] == measured(graph, sample.args(), sample.n)[count - 1 :]
+    assert expected[count - 1 :] == measure(graph, sample.args(), sample.n)[count - 1 :]
 
 
 @pytest.mark.slow

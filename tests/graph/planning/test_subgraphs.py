@@ -18,7 +18,7 @@ from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment, make_segment
 from fzero.nn import linear_cross_entropy
 from fzero.transforms import step
-from tests.graph.graphs import Builder, not_compiled
+from tests.graph.graphs import Builder, skip_compiler
 from tests.helpers import cases, either, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
@@ -201,7 +201,7 @@ def test_a_scalar_is_written_after_all_have_read_it(monkeypatch, readers):
     def values() -> Any:
         return {str(i): {"w": torch.full((3,), 2.0)} for i in range(3)}, torch.tensor(5.0)
 
-    not_compiled(monkeypatch)
+    skip_compiler(monkeypatch)
     expected, count = count_up(*values())
     actual = fzero.jit(count_up, donate=(0, 1))(*values())
     assert actual[1] == count
@@ -210,7 +210,7 @@ def test_a_scalar_is_written_after_all_have_read_it(monkeypatch, readers):
 
 @by_optimizer
 def test_compiled_updates_equal_eager_ones(name, monkeypatch):
-    not_compiled(monkeypatch)
+    skip_compiler(monkeypatch)
     opt = OPTIMIZERS[name]()
     f = updating(opt)
     eager, fast = [arguments(opt, {"w": torch.arange(24.0).view(6, 4) / 9, "b": torch.ones(4)}) for _ in range(2)]
@@ -222,7 +222,7 @@ def test_compiled_updates_equal_eager_ones(name, monkeypatch):
 
 
 def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
-    not_compiled(monkeypatch)
+    skip_compiler(monkeypatch)
     opt = OPTIMIZERS["masters"]()
     f, args = updating(opt), arguments(opt, {"w": torch.tensor([1.0, 1e-9, -7.0])})
     (large,) = [x for x in segments_of(f, *args) if not x.scalars]
@@ -237,7 +237,7 @@ def test_a_parameter_with_a_master_is_written_and_not_read(monkeypatch):
 
 
 def test_sums_that_are_no_rounded_master_are_left_alone(monkeypatch):
-    not_compiled(monkeypatch)
+    skip_compiler(monkeypatch)
 
     def sums(p: torch.Tensor, q: torch.Tensor, r: torch.Tensor) -> Any:
         of_another = (p + ((r * 1).float() - q.float())).bfloat16()

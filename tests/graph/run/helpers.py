@@ -15,7 +15,7 @@ from fzero.graph.run import _auto_backend, _backends, _segment_compiler
 Value = torch.Tensor
 
 
-def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
+def trace_graph(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
     stand_ins = _torch.stand_ins_like(args)
     graph = _torch.trace(f, stand_ins).graph
     for n, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
@@ -26,7 +26,7 @@ def traced(f: Callable[..., Any], args: Sequence[Value]) -> Graph:
 Inductor = Callable[[GraphModule, Any, Any], Any]
 
 
-def interpreted(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
+def interpret(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
     """Run the operations one by one, in Inductor's place."""
 
     def run(args: list[Any]) -> list[Any]:

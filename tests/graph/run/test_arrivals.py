@@ -13,7 +13,7 @@ from fzero.collectives import _spaces
 from fzero.graph.run import _backends, _program
 from tests.checkpoint.states import same_bits
 from tests.helpers import cases
-from tests.optim.offloading import BF16, Row, Way, small_params, trained
+from tests.optim.offloading import BF16, Row, Way, small_params, train
 
 ROWS = {
     "masters, clip before": Row(
@@ -69,9 +69,9 @@ def test_asynchronous_copies_train_bit_for_bit_as_synchronous_ones(late, name, o
     def wrap(optimizer: Any) -> Any:
         return optim.offload(optimizer, 0.6, **OPTIONS[option])
 
-    expected = trained(Way(3, 2, k), ROWS[name], small_params(), wrap)
+    expected = train(Way(3, 2, k), ROWS[name], small_params(), wrap)
     assert not late.copies
-    assert same_bits(trained(Way(3, 2, k, jit=True), ROWS[name], small_params(), wrap), expected)
+    assert same_bits(train(Way(3, 2, k, jit=True), ROWS[name], small_params(), wrap), expected)
     assert late.copies
 
 

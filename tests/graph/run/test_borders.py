@@ -19,7 +19,7 @@ from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._executable import Executable, _with_traced_layouts, run_operations
 from fzero.graph.run._segment_compiler import compile_graph
 from tests.graph.helpers import needs_compiler
-from tests.graph.run.helpers import Value, traced
+from tests.graph.run.helpers import Value, trace_graph
 from tests.helpers import examples, train_step_for
 
 B, H, T, D = 2, 2, 6, 4  # what values begin as: samples, heads, tokens, features
@@ -162,7 +162,7 @@ def test_segments_cut_anywhere_equal_the_operations_one_by_one(names, places):
     g = torch.Generator().manual_seed(0)
     args = [torch.randn(s, generator=g, dtype=DTYPE) for s in ((B, T, H, D), (D, D))]
     with pytest.MonkeyPatch.context() as patch, _torch.quiet_vmap_fallback():
-        graph = traced(made_of(names), args)
+        graph = trace_graph(made_of(names), args)
         runs, watched = compiled_as(graph, places, patch)
         got, expected = runs([*args]), run_operations(graph)([*args])
     assert watched.seen >= len(got) and not runs.uncompiled
@@ -217,7 +217,7 @@ def test_a_view_of_an_operand_with_other_strides_runs_as_a_reshape():
         return [torch.stack([x.transpose(1, 2)]).view(B, -1) + 1]
 
     args = [torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0))]
-    graph = traced(f, args)
+    graph = trace_graph(f, args)
     stand_ins = [n.meta["val"] for n in graph.nodes if is_input(n)]
     outputs = [n.meta["val"] for n in graph_results(graph)]
     (got,) = compile_graph(graph, stand_ins, outputs, "a segment")([*args])
@@ -226,14 +226,14 @@ def test_a_view_of_an_operand_with_other_strides_runs_as_a_reshape():
 
 def test_a_kernel_result_with_unexpected_strides_does_not_fail_the_step():
     """oneDNN returns such strides for a convolution's gradients, uncompiled too: a view is a reshape there."""
-    graph = traced(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
+    graph = trace_graph(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
     x = torch.arange(6.0).view(3, 2).t()
     assert torch.equal(run_operations(graph)([x])[0], x.reshape(-1) + 1)
 
 
 def test_an_argument_with_other_strides_is_copied_at_each_call():
     args = [torch.ones(2, 3), torch.ones(3)]
-    graph, strides = traced(lambda x, y: [x + y], args), []
+    graph, strides = trace_graph(lambda x, y: [x + y], args), []
 
     def runs(args: list[Any]) -> list[Any]:
         strides.append([x.stride() for x in args])
@@ -247,7 +247,7 @@ def test_an_argument_with_other_strides_is_copied_at_each_call():
 
 
 def test_a_written_argument_keeps_the_traced_layout():
-    graph = traced(lambda x: [x.sin()], [torch.ones(2, 3)])
+    graph = trace_graph(lambda x: [x.sin()], [torch.ones(2, 3)])
     (x,) = [n for n in graph.nodes if is_input(n)]
     with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         graph.call_function(torch.ops.aten.copy_.default, (x, x))

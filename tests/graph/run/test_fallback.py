@@ -15,7 +15,7 @@ from fzero._notice import warn_once
 from fzero.graph.run._fallback import Refusal, check_outputs, compile_checked, merge_refusals, serialize
 from fzero.graph.run._segment_compiler import Code, CompileError, first_line
 from tests.graph.helpers import bitwise, code_of
-from tests.graph.run.helpers import Inductor, in_inductors_place, interpreted
+from tests.graph.run.helpers import Inductor, in_inductors_place, interpret
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -34,7 +34,7 @@ def refusing(name: str, error: Exception) -> Inductor:
     def inductor(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
         if has(gm, name):
             raise error
-        return interpreted(gm, stand_ins, outputs)
+        return interpret(gm, stand_ins, outputs)
 
     return inductor
 
@@ -43,7 +43,7 @@ def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Inductor:
     """Make what changes the first result of segments that compute a tanh."""
 
     def inductor(gm: GraphModule, stand_ins: Any, outputs: Any) -> Any:
-        runs = interpreted(gm, stand_ins, outputs)
+        runs = interpret(gm, stand_ins, outputs)
 
         def changed(args: list[Any]) -> list[Any]:
             first, *rest = runs(args)
@@ -54,7 +54,7 @@ def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Inductor:
     return inductor
 
 
-def trained(backend: str = "inductor", **options: Any) -> tuple[Any, Any]:
+def train(backend: str = "inductor", **options: Any) -> tuple[Any, Any]:
     """Train both ways; returns the executable, and asserts that numbers are those of the eager step."""
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(mlp_loss, opt), 3, fzero.mesh(dp=2))
@@ -78,7 +78,7 @@ OPCHECK = "expected size 2==2, stride 16==512 at dim=2\nUse torch.library.opchec
 
 def test_a_segment_that_does_not_compile_runs_uncompiled_and_a_notice_says_so(monkeypatch, caplog):
     in_inductors_place(monkeypatch, refusing("aten.tanh.default", AssertionError(OPCHECK)))
-    executable, _ = trained()
+    executable, _ = train()
     assert 0 < executable.uncompiled < executable.distinct
     (said,) = notices(caplog)
     for part in ("segment ", "tanh", "helpers.py:", "stride 16==512", "slower", "strict=True"):
@@ -88,7 +88,7 @@ def test_a_segment_that_does_not_compile_runs_uncompiled_and_a_notice_says_so(mo
 
 def test_segments_that_fail_with_one_error_give_one_notice(monkeypatch, caplog):
     in_inductors_place(monkeypatch, refusing("", FileNotFoundError("no C++ compiler\nSet TORCHDYNAMO_VERBOSE=1")))
-    executable, _ = trained()
+    executable, _ = train()
     assert executable.uncompiled == executable.distinct > 1
     (said,) = notices(caplog)
     assert f" and {executable.distinct - 1} more" in said and "no C++ compiler" in said and "VERBOSE" not in said
@@ -114,7 +114,7 @@ def test_strict_raises_the_compilers_error_and_keeps_the_state(monkeypatch, capl
 )
 def test_results_that_are_not_as_traced_are_found_before_the_first_step(monkeypatch, caplog, change):
     in_inductors_place(monkeypatch, changing(change))
-    executable, _ = trained()
+    executable, _ = train()
     assert executable.uncompiled >= 1
     (said,) = notices(caplog)
     assert re.search(
@@ -127,11 +127,11 @@ def test_the_whole_step_backend_falls_back_to_uncompiled_code(monkeypatch, caplo
         raise RuntimeError("no")
 
     in_inductors_place(monkeypatch, fail)
-    trained("inductor-whole")
+    train("inductor-whole")
     (said,) = notices(caplog)
     assert "the whole step" in said
     with pytest.raises(CompileError, match="the whole step"):
-        trained("inductor-whole", strict=True)
+        train("inductor-whole", strict=True)
 
 
 def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
@@ -141,7 +141,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
     monkeypatch.setattr(_backends, "is_compiled", lambda code: True)
     monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: True)
     monkeypatch.setattr(_auto_backend, "can_load", lambda code: True)
-    executable, _ = trained("auto")
+    executable, _ = train("auto")
     assert executable.runs.fast is not None
     assert 0 < executable.runs.fast.uncompiled < executable.distinct
     assert len(notices(caplog)) == 1
@@ -149,7 +149,7 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
 
 def test_an_error_that_random_values_cause_is_not_blamed_on_the_compiler():
     code = code_of(lambda x: [torch.linalg.cholesky(x)], torch.eye(3))
-    runs = interpreted(GraphModule({}, code.graph), code.stand_ins, code.outputs)
+    runs = interpret(GraphModule({}, code.graph), code.stand_ins, code.outputs)
     with pytest.raises(torch.linalg.LinAlgError):
         runs([torch.zeros(3, 3)])
     check_outputs(code, runs)
@@ -161,7 +161,7 @@ def test_checking_compiled_code_draws_no_random_numbers_and_changes_no_tensor():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    check_outputs(code, interpreted(GraphModule({}, code.graph), code.stand_ins, code.outputs))
+    check_outputs(code, interpret(GraphModule({}, code.graph), code.stand_ins, code.outputs))
     assert torch.equal(torch.rand(3), expected)
 
 

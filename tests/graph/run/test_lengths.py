@@ -20,7 +20,15 @@ from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _graph_key
 from fzero.graph.run._segment_compiler import Code, name_of_code
 from tests.graph.helpers import needs_compiler
-from tests.graph.run.helpers import STEPS, in_inductors_place, interpreted, tokens, tokens_loss, tokens_params, traced
+from tests.graph.run.helpers import (
+    STEPS,
+    in_inductors_place,
+    interpret,
+    tokens,
+    tokens_loss,
+    tokens_params,
+    trace_graph,
+)
 from tests.helpers import examples, needs_symbols, train_step_for
 
 
@@ -97,7 +105,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
             x = STEPS[name](x, w)
         return [x]
 
-    graph = traced(f, args)
+    graph = trace_graph(f, args)
     stand_ins = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     output_forms = [n.meta["val"] for n in fzero.graph.ir.graph_results(graph)]
     return Code(graph, stand_ins, output_forms, name_of_code(_graph_key(graph))), args
@@ -220,7 +228,7 @@ def test_after_the_second_length_nothing_is_compiled(monkeypatch):
 @pytest.mark.slow
 @needs_symbols
 def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
-    in_inductors_place(monkeypatch, interpreted)
+    in_inductors_place(monkeypatch, interpret)
     monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
@@ -238,7 +246,7 @@ def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
 
 @pytest.mark.slow
 def test_dynamic_false_compiles_for_each_length(monkeypatch):
-    in_inductors_place(monkeypatch, interpreted)
+    in_inductors_place(monkeypatch, interpret)
     counted = Counted(monkeypatch)
     for dynamic, many in ((False, 0), (True, 1)):
         monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
@@ -265,7 +273,7 @@ def test_a_later_length_has_the_schedule_of_the_first_but_not_against_a_budget(m
 @pytest.mark.slow
 @needs_symbols
 def test_code_that_inductor_cannot_compile_for_all_lengths_is_compiled_for_each(monkeypatch):
-    in_inductors_place(monkeypatch, interpreted)
+    in_inductors_place(monkeypatch, interpret)
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("symbols")

@@ -11,7 +11,7 @@ from fzero.graph.run import _backends
 from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, _SingleOperation, make_program
 from fzero.graph.run._segment import Segment
-from tests.graph.graphs import World, bits, build, build_chain, chains, in_world, not_compiled, run, samples, specs
+from tests.graph.graphs import World, bits, build, build_chain, chains, in_world, run, samples, skip_compiler, specs
 from tests.graph.passes.helpers import apply_passes, settings_of_passes
 from tests.helpers import examples
 
@@ -33,7 +33,7 @@ def test_executors_compute_the_results_of_the_graph(make, how, late):
     reference = sample.args()
     expected = [bits(x) for x in run(graph, reference, sample.n, late)]
     with pytest.MonkeyPatch.context() as patch:
-        not_compiled(patch)
+        skip_compiler(patch)
         patch.setattr(_backends, "make_program", lambda g: in_a_world(make_program(g), World(sample.n, late)))
         for backend, g in (("fx", in_world(graph, World(sample.n, late))), ("inductor", graph)):
             given_args = sample.args()
@@ -53,7 +53,7 @@ def test_local_graphs_are_one_segment_a_block(spec):
     expected = [bits(x) for x in run(sample.graph, sample.args(), sample.n)]
     assert [bits(x) for x in lower(sample.graph, "fx")(sample.args())] == expected
     with pytest.MonkeyPatch.context() as patch:
-        not_compiled(patch)
+        skip_compiler(patch)
         assert [bits(x) for x in lower(sample.graph, "inductor")(sample.args())] == expected
 
 

@@ -11,14 +11,14 @@ from fzero.nn.split._dynamic_block import _group_by_kind
 from fzero.nn.split._split_module import DynamicIndex, split_module
 from tests.helpers import cases
 from tests.nn.helpers import run
-from tests.nn.models import MODELS, batch_for, built
+from tests.nn.models import MODELS, batch_for, build
 
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_split_module_has_the_outputs_and_gradients_of_the_whole(name):
-    model, batch = built(name), batch_for(name)
+    model, batch = build(name), batch_for(name)
     made, params = split_module(model)
     assert len(params["blocks"]) == 4
     want, got = model(**batch), run(made, params, batch)
@@ -35,7 +35,7 @@ def test_a_split_module_has_the_outputs_and_gradients_of_the_whole(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral"])  # whose experts depend on data
 @pytest.mark.parametrize("indices", [pytest.param((0, 2), marks=pytest.mark.slow), (3, 0, 1)])
 def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
-    made, params = split_module(built(name))
+    made, params = split_module(build(name))
     batch = batch_for(name)
     x, inputs = made.first(params["rest"], batch), made.block_arguments(batch)
     xs = torch.stack([x + r for r in range(len(indices))])
@@ -52,7 +52,7 @@ def test_one_program_of_many_ranks_runs_each_ranks_block(name, indices):
 
 
 def kinds(name: str) -> list[list[int]]:
-    made, params = split_module(built(name))
+    made, params = split_module(build(name))
     batch = batch_for(name)
     x, inputs = made.first(params["rest"], batch), made.block_arguments(batch)
     index = DynamicIndex((0, 1, 2, 3), torch.tensor(0))
@@ -68,7 +68,7 @@ def test_blocks_that_call_the_same_functions_are_of_one_kind():
 
 
 def test_each_block_has_its_own_mask():
-    made, _ = split_module(built("gemma2"))
+    made, _ = split_module(build("gemma2"))
     masks = [inputs.kwargs["attention_mask"] for inputs in made.block_arguments(batch_for("gemma2"))]
     assert masks[0] is masks[2] and masks[1] is masks[3]
     assert not masks[0].equal(masks[1])
@@ -89,7 +89,7 @@ def test_inspecting_a_block_does_not_change_the_draws_of_a_step():
 
 
 def test_a_cut_module_is_not_changed_and_shares_its_memory():
-    model, batch = built("llama"), batch_for("llama")
+    model, batch = build("llama"), batch_for("llama")
     before, forwards = model(**batch).logits, [m.forward for m in model.modules()]
     made, params = split_module(model)
     run(made, params, batch)
@@ -101,7 +101,7 @@ def test_a_cut_module_is_not_changed_and_shares_its_memory():
 
 @pytest.mark.parametrize("simulate,remat", cases([("vmap", False), ("lockstep", True)], [("vmap", True)]))
 def test_a_split_module_trains_as_the_whole(simulate, remat):
-    model, batch = built("llama"), batch_for("llama")
+    model, batch = build("llama"), batch_for("llama")
     batch = {name: x.repeat(2, 1) for name, x in batch.items()}
     made, params = split_module(model)
     apply, whole, buffers = fzero.nn.functional(model)
@@ -383,8 +383,8 @@ def test_models_that_no_pipeline_runs_are_refused_by_name():
     ):
         split_module(t5, "encoder.block")
     with pytest.raises(ValueError, match=r"config.output_router_logits is set"):
-        split_module(built("mixtral", output_router_logits=True))
-    model = built("llama")
+        split_module(build("mixtral", output_router_logits=True))
+    model = build("llama")
     model.config.use_cache = True
     made, _ = split_module(model)
     with pytest.raises(TypeError, match=r"given past_key_values, a DynamicCache.* model.config.use_cache = False"):

@@ -98,7 +98,7 @@ def test_an_eight_bit_block_of_zeros_decodes_to_zeros():
 # The numbers of an update.
 
 
-def unpacked(moment: optim.EightBit, like: torch.Tensor, signed: bool) -> torch.Tensor:
+def unpack(moment: optim.EightBit, like: torch.Tensor, signed: bool) -> torch.Tensor:
     """A moment in float32, by the definition, one block after the other."""
     codes, scales = moment.codes.reshape(-1), moment.scales.reshape(-1)
     values = torch.tensor(CODE["signed" if signed else "unsigned"])
@@ -113,7 +113,7 @@ def test_an_eight_bit_update_is_adams_on_the_rounded_moments():
     rounded = (
         optim.adamw(1e-2)
         .init(w)
-        ._replace(count=state.count, mu=unpacked(state.mu, w, True), nu=unpacked(state.nu, w, False))
+        ._replace(count=state.count, mu=unpack(state.mu, w, True), nu=unpack(state.nu, w, False))
     )
     assert rounded.mu.lt(0).any(), "signs are kept"
     updates, new = opt.update(-2 * g, state, w)
@@ -182,7 +182,7 @@ def step_of(opt: Any) -> Any:
     return step
 
 
-def trained(step: Any, state: Any, split: Any = lambda x: x) -> Any:
+def train(step: Any, state: Any, split: Any = lambda x: x) -> Any:
     for _ in range(3):
         state = step(*state, split(torch.ones(840)))
     return state
@@ -204,8 +204,8 @@ def test_eight_bit_training_does_not_depend_on_the_layout(shapes, rule, full, n,
     """Every bit is equal on any number of ranks, at any stage, in any units, of sizes that do not divide."""
     params, opt = params_of_shapes(shapes, seed), optim.adamw(1e-2, moments=full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
-    expected = trained(step_of(opt), (params, opt.init(params)))
-    assert_trees_close(step.gather(trained(step, step.init(params, opt), split=step.mesh.split)), expected, 0.0)
+    expected = train(step_of(opt), (params, opt.init(params)))
+    assert_trees_close(step.gather(train(step, step.init(params, opt), split=step.mesh.split)), expected, 0.0)
 
 
 def loss_of(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -314,7 +314,7 @@ def test_a_converted_moment_has_the_bytes_of_its_own_code():
     _, state = exact.update(w, exact.init(w), w)
     new = optim.convert_moments(state, optim.adamw(1e-2, moments="int8").init(w))
     for moment, full, signed in [(new.mu, state.mu, True), (new.nu, state.nu, False)]:
-        assert_trees_close(unpacked(moment, w, signed), full, 0.01)
+        assert_trees_close(unpack(moment, w, signed), full, 0.01)
 
 
 def test_states_of_other_optimizers_do_not_convert():
@@ -340,8 +340,8 @@ def test_eight_bit_moments_of_split_leaves_equal_those_of_whole_leaves(dims):
 
     assert block_shape((8, 1024)) == (8, 4) and block_shape((4, 128, 2)) == (4,)
     step = fzero.shard(step_of(opt), 3, fzero.mesh(dp=3, tp=2), axis="dp", split=split)
-    state = trained(step, step.init(params, opt), split=step.mesh.split)
-    assert_trees_close(step.gather(state), trained(step_of(opt), (params, opt.init(params))), 0.0)
+    state = train(step, step.init(params, opt), split=step.mesh.split)
+    assert_trees_close(step.gather(state), train(step_of(opt), (params, opt.init(params))), 0.0)
 
 
 def test_a_split_that_cuts_eight_bit_blocks_is_refused():

@@ -102,7 +102,7 @@ def step_of(opt: Any) -> Any:
     return step
 
 
-def trained(step: Any, state: Any, split: Any = lambda x: x) -> Any:
+def train(step: Any, state: Any, split: Any = lambda x: x) -> Any:
     for _ in range(3):
         state = step(*state, split(torch.ones(840)))
     return state
@@ -131,8 +131,8 @@ def test_sixteen_bit_training_does_not_depend_on_the_layout(shapes, rule, full, 
     """Every bit is equal on any number of ranks, at any stage, in any units, of sizes that do not divide."""
     params, opt = params_of_shapes(shapes, seed), KINDS[kind](full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
-    expected = trained(step_of(opt), (params, opt.init(params)))
-    actual = step.gather(trained(step, step.init(params, opt), split=step.mesh.split))
+    expected = train(step_of(opt), (params, opt.init(params)))
+    actual = step.gather(train(step, step.init(params, opt), split=step.mesh.split))
     for x, y in zip(tree.tensors(actual), tree.tensors(expected), strict=True):
         is_number = x.is_floating_point() and not x.ndim  # Adam computes it in float64, its factors' dtype
         assert_trees_close(x, y, 1e-6 if is_number else 0.0)
@@ -147,8 +147,8 @@ def test_sixteen_bit_moments_of_split_leaves_equal_those_of_whole_leaves(dims):
         return {"tp": dims[path]} if path in dims else None
 
     step = fzero.shard(step_of(opt), 3, fzero.mesh(dp=3, tp=2), axis="dp", split=split)
-    state = trained(step, step.init(params, opt), split=step.mesh.split)
-    assert_trees_close(step.gather(state), trained(step_of(opt), (params, opt.init(params))), 0.0)
+    state = train(step, step.init(params, opt), split=step.mesh.split)
+    assert_trees_close(step.gather(state), train(step_of(opt), (params, opt.init(params))), 0.0)
 
 
 # Bytes, jit, checkpoints.

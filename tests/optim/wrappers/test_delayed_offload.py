@@ -13,7 +13,7 @@ from fzero import optim, tree
 from fzero.sharding._boxes import is_box
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
-from tests.optim.offloading import POINTWISE, Way, batches_of, layouts, normal, small_params, trained
+from tests.optim.offloading import POINTWISE, Way, batches_of, layouts, normal, small_params, train
 
 
 def one_late(optimizer: Any, path_is_late: Any) -> optim.Optimizer:
@@ -56,8 +56,8 @@ def test_a_delayed_offload_equals_the_optimizer_on_late_gradients(name, blocks, 
     def rule(path: str) -> float:
         return float(path in late)
 
-    actual = trained(way, row, params, lambda p: optim.offload(p, rule, delay=1, params=low), steps=4)
-    expected = trained(
+    actual = train(way, row, params, lambda p: optim.offload(p, rule, delay=1, params=low), steps=4)
+    expected = train(
         Way(stage, n, micro_batches), row, params, lambda p: one_late(p, lambda path: path in late), steps=4
     )
     assert same_bits((actual[0], actual[2]), (expected[0], expected[2]))
@@ -102,4 +102,4 @@ def test_an_offload_with_delay_refuses_a_loss_scale_and_other_wrong_uses():
         half.update(params, optim.with_offload_ratio(whole.init(params), params, 0.5), params)
     row = POINTWISE["a loss scale around"]
     with pytest.raises(ValueError, match=r"gradient of leaf 'h.1.w' is torch.float32, .* there is no delay"):
-        trained(Way(2, 2), row, small_params(), lambda p: optim.offload(p, 0.5, delay=1))
+        train(Way(2, 2), row, small_params(), lambda p: optim.offload(p, 0.5, delay=1))

@@ -31,14 +31,14 @@ from tests.optim.offloading import (
     params_of,
     plain,
     small_params,
-    trained,
+    train,
 )
 from tests.zero.helpers import RULES
 
 
 def check_bitwise(way: Way, row: Row, params: Any, ratio: Any, update: str) -> None:
     """Parameters, state and losses are those of the optimizer without offload, bit for bit."""
-    assert same_bits(trained(way, row, params, offloading(ratio, update)), trained(way, row, params, plain))
+    assert same_bits(train(way, row, params, offloading(ratio, update)), train(way, row, params, plain))
 
 
 LIFTED = OPTIMIZERS.keys() - {"leafwise"}
@@ -131,8 +131,8 @@ def test_a_jitted_step_of_any_tree_trains_bit_for_bit(name, params, ratio, stage
 @example("masters, clip before", 0.37, 3, 3)
 def test_offload_in_lockstep_trains_bit_for_bit(name, ratio, stage, n):
     way, row = Way(stage, n, simulate="lockstep"), POINTWISE[name]
-    expected = trained(way._replace(simulate="vmap"), row, small_params(), offloading(ratio))
-    assert same_bits(trained(way, row, small_params(), offloading(ratio)), expected)
+    expected = train(way._replace(simulate="vmap"), row, small_params(), offloading(ratio))
+    assert same_bits(train(way, row, small_params(), offloading(ratio)), expected)
     check_bitwise(way, row, small_params(), ratio, "host")
 
 
@@ -303,13 +303,13 @@ def test_a_norm_of_offloaded_pieces_is_refused_with_a_remedy():
 
     row = Row(lambda o, p: o(optim.Optimizer(lambda params: (), update)))
     with pytest.raises(ValueError, match=r"a part lies on the host.*before optim\.offload"):
-        trained(Way(2), row, small_params(), offloading(0.5))
+        train(Way(2), row, small_params(), offloading(0.5))
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_state_of_trees_can_only_be_updated_on_the_host(stage):
     with pytest.raises(ValueError, match=r"as optim\.leafwise makes it.*update=\"device\""):
-        trained(Way(stage), POINTWISE["leafwise"], small_params(), offloading(0.5, "device"))
+        train(Way(stage), POINTWISE["leafwise"], small_params(), offloading(0.5, "device"))
 
 
 def test_meta_parameters_are_planned_for():

@@ -14,7 +14,7 @@ from fzero.sharding._boxes import Shard, is_box
 from fzero.sharding._pieces import spaces
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
-from tests.optim.offloading import POINTWISE, RATIOS, Way, batches_of, normal, params_of, plain, small_params, trained
+from tests.optim.offloading import POINTWISE, RATIOS, Way, batches_of, normal, params_of, plain, small_params, train
 from tests.zero.helpers import RULES
 
 
@@ -34,10 +34,8 @@ from tests.zero.helpers import RULES
 @example("adamw", small_params(), 0.37, None, 2, 1, "device", True)
 def test_parameters_on_the_host_train_bit_for_bit(name, params, ratio, rule, n, micro_batches, update, jit):
     way = Way(3, n, micro_batches, jit, units=rule and RULES[rule])
-    result = trained(
-        way, POINTWISE[name], params, lambda optimizer: optim.offload(optimizer, ratio, update, params=True)
-    )
-    assert same_bits(result, trained(way, POINTWISE[name], params, plain))
+    result = train(way, POINTWISE[name], params, lambda optimizer: optim.offload(optimizer, ratio, update, params=True))
+    assert same_bits(result, train(way, POINTWISE[name], params, plain))
 
 
 def test_parameters_on_the_host_move_to_the_device_when_gathered():

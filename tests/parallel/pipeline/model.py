@@ -25,7 +25,7 @@ def params_of(depth: int, dtype: torch.dtype = torch.float64, tied: bool = True)
     return params if tied else {**params, "head": normal(7, WIDTH)}
 
 
-def filled(values: Any) -> Any:
+def fill(values: Any) -> Any:
     """The same tree with numbers that are all different, ties kept."""
     count = iter(range(1 << 20))
 
@@ -80,7 +80,7 @@ def step_of(loss: Callable[..., Any], opt: Any = OPT, **options: Any) -> Callabl
     return train_step
 
 
-def trained(
+def train_plainly(
     loss: fzero.parallel.pipeline.Pipeline, params: Any, size: int, *more: Any, opt: Any = OPT, steps: int = 2
 ) -> Any:
     """Train without a mesh: the parameters, the optimizer's state and the losses."""

@@ -23,7 +23,7 @@ from tests.parallel.pipeline.model import (
     moved_by_small_gradients,
     params_of,
     step_of,
-    trained,
+    train_plainly,
     trained_on,
 )
 from tests.parallel.schedules.named import NAMED
@@ -54,7 +54,7 @@ def test_a_pipeline_trains_as_the_model_without_one(name, dp, pp, stage, simulat
     params = params_of(depth, tied=data.draw(st.booleans()))
     mesh = fzero.mesh(dp=dp, pp=pp, simulate=simulate)
     gather = data.draw(st.booleans())  # whole parameters, or boxes that each action gathers
-    close(trained_on(mesh, stage, loss, params, size, gather=gather), trained(loss, params, size))
+    close(trained_on(mesh, stage, loss, params, size, gather=gather), train_plainly(loss, params, size))
 
 
 @examples(3, 40)
@@ -64,7 +64,7 @@ def test_a_pipeline_of_any_schedule_table_trains_as_unsharded(schedule, extra, s
     loss = loss_of(schedule.micro_batches, schedule=schedule, depth=depth)
     params, size = params_of(depth), schedule.micro_batches
     mesh = fzero.mesh(pp=schedule.ranks, simulate="lockstep")
-    close(trained_on(mesh, stage, loss, params, size, steps=1), trained(loss, params, size, steps=1))
+    close(trained_on(mesh, stage, loss, params, size, steps=1), train_plainly(loss, params, size, steps=1))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_simulated_pipeline_places_stages_as_its_schedule():
     for name, stages in NAMED.items():
         loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=9)
         params = params_of(9)
-        close(trained_on(fzero.mesh(pp=4), 1, loss, params, 8), trained(loss, params, 8))
+        close(trained_on(fzero.mesh(pp=4), 1, loss, params, 8), train_plainly(loss, params, 8))
 
 
 def test_a_pipelined_loss_without_a_mesh_is_the_models_loss():
@@ -89,7 +89,7 @@ def test_the_depth_of_a_pipeline_may_be_given_by_stage():
     params = params_of(6)
     for depth in ((1, 2, 3), (3, 0, 3), (0, 0, 6)):
         loss = loss_of(3, depth=depth)
-        expected = trained(loss, params, 6)
+        expected = train_plainly(loss, params, 6)
         for simulate in either(("lockstep",), SIMULATED):
             close(trained_on(fzero.mesh(pp=3, simulate=simulate), 2, loss, params, 6), expected)
 
@@ -100,7 +100,7 @@ def test_a_pipelined_mean_needs_no_weight():
 
     loss, params = loss_of(2, last=mean), params_of(4)
     whole = mean(params, _through(params, batch_of(8)), batch_of(8))
-    expected = trained(loss, params, 8)
+    expected = train_plainly(loss, params, 8)
     close(expected[1][0], whole)
     for simulate in ("vmap", "lockstep"):
         close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
@@ -133,7 +133,7 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
     for name, simulate in either(few, [*itertools.product(("1f1b", "zb"), SIMULATED)]):
         loss = loss_of(4, first=begin, block=counted, last=end, depth=5, schedule=name)
         mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
-        close(trained_on(mesh, 3, loss, params, 8), trained(loss, params, 8))
+        close(trained_on(mesh, 3, loss, params, 8), train_plainly(loss, params, 8))
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
@@ -142,7 +142,7 @@ def test_parameters_may_be_tuples_and_hold_nothing(simulate):
     params = {**params, "bias": None, "blocks": tuple([(p["w"], None, p["b"]) for p in params["blocks"]])}
     loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p[0] + p[2]))
     result = trained_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
-    close(result, trained(loss, params, 4))
+    close(result, train_plainly(loss, params, 4))
 
 
 def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -155,8 +155,8 @@ def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
     key, params = fzero.random.key(3), params_of(4)
     loss = loss_of(4, block=dropping, remat=remat)
     result = trained_on(fzero.mesh(dp=1, pp=4, simulate=simulate), 2, loss, params, 8, key)
-    close(result, trained(loss, params, 8, key))
-    assert not torch.allclose(result[1][0], trained(loss, params, 8, fzero.random.key(4))[1][0])
+    close(result, train_plainly(loss, params, 8, key))
+    assert not torch.allclose(result[1][0], train_plainly(loss, params, 8, fzero.random.key(4))[1][0])
     on_dp = fzero.mesh(dp=2, simulate=simulate)  # ranks along dp draw differently, those along pp alike
     close(
         trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 2, loss, params, 8, key),
@@ -203,7 +203,7 @@ def test_the_first_function_and_the_first_block_draw_different_masks():
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_accumulation_around_a_pipeline_draws_masks_as_more_micro_batches_do(simulate):
     key, params = fzero.random.key(3), params_of(4)
-    expected = trained(loss_of(4, block=dropping), params, 8, key)
+    expected = train_plainly(loss_of(4, block=dropping), params, 8, key)
     mesh = fzero.mesh(dp=1, pp=2, simulate=simulate)
     around = {"micro_batches": 2, "batch_argnums": 1}
     close(trained_on(mesh, 2, loss_of(2, block=dropping), params, 8, key, **around), expected)
@@ -278,7 +278,7 @@ def test_unused_values_in_bubbles_add_no_nan(simulate, remat):
     for i, p in enumerate(params["blocks"]):
         p["low"] = torch.full((), [1.0, 3.5, 4.95][i], dtype=torch.float64)
     loss = loss_of(2, first=begin, block=root, last=end, depth=(1, 2), remat=remat)
-    expected = trained(loss, params, 4)
+    expected = train_plainly(loss, params, 4)
     assert expected[1][-1].isfinite()
     close(trained_on(fzero.mesh(pp=2, simulate=simulate), 1, loss, params, 4), expected)
 
@@ -306,7 +306,7 @@ def test_idle_places_of_a_pipeline_count_in_no_norm(simulate, units):
     """Weight decay moves what lies there, and a clip behind it sees a norm of the whole tree."""
     opt = optim.chain(optim.adamw(0.1, weight_decay=0.5), optim.clip_by_global_norm(0.05))
     loss, params = loss_of(2, depth=5), params_of(5)
-    expected = trained(loss, params, 8, opt=opt)
+    expected = train_plainly(loss, params, 8, opt=opt)
     mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
     for stage in either((0 if units else 3,), (0, 3)):
         step: Any = fzero.shard(step_of(loss, opt), stage, mesh, split=loss.split, units=units)
@@ -428,4 +428,4 @@ def test_optimizers_see_each_block_of_a_pipeline_by_itself(simulate):
     for stage, opt in either(few[::2], few + more):
         loss, params = loss_of(2, depth=5), params_of(5)
         result = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
-        close(result, trained(loss, params, 8, opt=opt))
+        close(result, train_plainly(loss, params, 8, opt=opt))

@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.testing import assert_trees_close
-from tests.parallel.pipeline.model import batch_of, block, first, last, loss_of, params_of, trained, trained_on
+from tests.parallel.pipeline.model import batch_of, block, first, last, loss_of, params_of, train_plainly, trained_on
 
 
 def raises(kind: Any, text: str) -> Any:
@@ -107,7 +107,7 @@ def test_a_parameter_that_several_blocks_share_is_refused():
     params = params_of(4)
     params["blocks"] = [{**p, "again": p["b"]} for p in params["blocks"]]
     loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p["w"] + p["b"]) * p["again"])
-    assert_trees_close(trained_on(fzero.mesh(pp=2), 1, loss, params, 4), trained(loss, params, 4), 1e-9)
+    assert_trees_close(trained_on(fzero.mesh(pp=2), 1, loss, params, 4), train_plainly(loss, params, 4), 1e-9)
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])

@@ -9,7 +9,7 @@ import fzero
 from fzero import optim, tree
 from tests.checkpoint.states import same_bits
 from tests.helpers import ALL_STAGES, LEAST, cases
-from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of, trained
+from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of, train_plainly
 
 
 def made(
@@ -102,7 +102,7 @@ def test_a_state_saved_in_memory_loads_into_another_pipeline(simulate, tmp_path)
 def test_trees_are_stacked_and_unstacked_in_a_state():
     """A state of training without a pipeline goes into one by hand, too, and comes back."""
     loss, params = loss_of(4, schedule="zbv", stages_per_rank=2, depth=5), params_of(5)
-    dense, _ = trained(loss, params, 8)
+    dense, _ = train_plainly(loss, params, 8)
     opt = optim.adam(0.1)
     state = opt.init(dense)._replace(mu=dense)
     mesh = fzero.mesh(dp=2, pp=2)

@@ -24,7 +24,7 @@ def schedules(draw: Any, least: int = 1) -> PipelineSchedule:
     return greedy(ranks, micro_batches, stages, placement=placement, cap=cap, split=split, **seconds)
 
 
-def edited(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:
+def edit(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:
     """Put another row into the place of a rank's."""
     rows = [*schedule.rows[:rank], tuple(row), *schedule.rows[rank + 1 :]]
     return PipelineSchedule(tuple(rows), schedule.rank_of_stage, "edited")

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fzero.parallel.schedules import Action, PipelineSchedule, check, schedule
-from tests.parallel.schedules.strategies import edited, schedules
+from tests.parallel.schedules.strategies import edit, schedules
 
 
 def table(*rows: str, rank_of_stage: tuple[int, ...] | None = None) -> PipelineSchedule:
@@ -76,7 +76,7 @@ def test_a_planted_fault_in_a_schedule_is_refused(schedule_, fault, data):
     else:
         row[at] = Action(a.kind, (a.stage + 1) % schedule_.stages, a.micro_batch)
     with pytest.raises(ValueError, match="edited"):
-        check(edited(schedule_, rank, row))
+        check(edit(schedule_, rank, row))
 
 
 @given(schedules(), st.data())
@@ -94,7 +94,7 @@ def test_an_action_before_one_that_it_needs_is_refused(schedule_, data):
     i, j = data.draw(st.sampled_from(pairs))
     row[i], row[j] = row[j], row[i]
     with pytest.raises(ValueError, match="no rank can continue"):
-        check(edited(schedule_, rank, row))
+        check(edit(schedule_, rank, row))
 
 
 def test_a_schedule_that_cannot_be_run_has_no_timing_and_prints_its_rows_and_the_reason():

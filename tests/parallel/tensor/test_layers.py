@@ -37,7 +37,7 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def trained(module: nn.Module, layers: tp.Layers | None, x: torch.Tensor = X, mesh: Any = None, stage: Any = 3) -> Any:
+def train(module: nn.Module, layers: tp.Layers | None, x: torch.Tensor = X, mesh: Any = None, stage: Any = 3) -> Any:
     apply, params, buffers = fzero.nn.functional(module.double(), tp=layers)
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -56,13 +56,13 @@ def trained(module: nn.Module, layers: tp.Layers | None, x: torch.Tensor = X, me
 def test_each_tensor_parallel_style_equals_the_whole_layer(simulate):
     module = Mlp()
     mesh = fzero.mesh(dp=2, tp=2, simulate=simulate)
-    assert_trees_close(trained(module, tp.layers(module, PLAN), mesh=mesh), trained(module, None))
+    assert_trees_close(train(module, tp.layers(module, PLAN), mesh=mesh), train(module, None))
 
 
 def test_tp_layers_leave_the_module_unchanged():
     module = Mlp().double()
     before, y = dict(vars(module.up)), module(X)
-    trained(module, tp.layers(module, PLAN))
+    train(module, tp.layers(module, PLAN))
     assert vars(module.up) == before and torch.equal(module(X), y)
     assert "forward" not in vars(module.up)
 
@@ -91,7 +91,7 @@ def test_a_tied_layer_follows_the_other_and_padding_has_no_gradient(padding, nam
     plan = {"tokens": "embedding_rowwise", "head": "colwise_gather_output"}
     layers = tp.layers(module, plan if named == "both" else {named: plan[named]})
     assert sorted(layers.param_splits) == ["head.bias", "head.weight", "tokens.weight"]
-    assert_trees_close(trained(module, layers, tokens), trained(module, None, tokens))
+    assert_trees_close(train(module, layers, tokens), train(module, None, tokens))
 
 
 class Fused(nn.Module):
@@ -117,8 +117,8 @@ def test_packed_matrices_are_each_cut_and_attributes_are_divided():
     for count, divided in (("num_heads", ("width",)), ("parts", ("width", "parts"))):
         module = Fused(count)
         layers = tp.layers(nn.Sequential(module), {"0": tp.divided(*divided), **{f"0.{k}": v for k, v in plan.items()}})
-        got = trained(nn.Sequential(module), layers)
-        assert_trees_close(got, trained(nn.Sequential(module), None))
+        got = train(nn.Sequential(module), layers)
+        assert_trees_close(got, train(nn.Sequential(module), None))
         params = fzero.nn.functional(nn.Sequential(module), tp=layers).params
         assert params["0.qkv.weight"].shape == (3, 8, 6)
         assert vars(module)["width"] == 8
@@ -128,7 +128,7 @@ def test_an_error_in_a_split_module_notes_that_it_runs_on_part_of_the_heads():
     module = nn.Sequential(Fused("parts"))
     layers = tp.layers(module, {"0.qkv": tp.packed(3), "0.out": "rowwise"})
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        trained(module, layers)
+        train(module, layers)
     assert any("runs on its part of heads and columns along 'tp'" in note for note in caught.value.__notes__)
 
 
@@ -143,7 +143,7 @@ def test_an_error_of_fzero_in_a_split_region_gets_no_note(raised_by):
     plan = {"0": tp.divided("width"), "0.qkv": tp.packed(3), "0.out": "rowwise"}
     layers = tp.layers(nn.Sequential(Refusing("num_heads")), plan)
     with pytest.raises(ValueError) as caught:
-        trained(nn.Sequential(Refusing("num_heads")), layers)
+        train(nn.Sequential(Refusing("num_heads")), layers)
     is_noted = any("runs on its part of heads" in note for note in getattr(caught.value, "__notes__", ()))
     assert is_noted == (raised_by == "the model"), repr(caught.value)
 
@@ -254,7 +254,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_refused_with_a_remedy():
         r"leaf '0.weight' has 7 along dimension 0, .*pad_to_multiple_of=2\)\), or leave its layer out, plan=\{'0': None"
     )
     with pytest.raises(ValueError, match=said):
-        trained(module, layers, torch.zeros(2).long())
+        train(module, layers, torch.zeros(2).long())
 
 
 class Stack(nn.Module):
@@ -294,9 +294,9 @@ def test_with_sequence_parallelism_each_child_gets_the_tokens_that_it_needs(simu
     module, x = Stack(), torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 4, 6)
     layers = tp.layers(module, {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}, sequence=True)
     mesh = fzero.mesh(dp=1, tp=2, simulate=simulate)
-    assert_trees_close(trained(module, layers, x, mesh), trained(module, None, x))
+    assert_trees_close(train(module, layers, x, mesh), train(module, None, x))
     with pytest.raises(ValueError, match=r"dimension 1 of a tensor \[2, 3, 6\] is split into 2 equal parts"):
-        trained(module, layers, x[:, :3], mesh)
+        train(module, layers, x[:, :3], mesh)
 
 
 def test_with_sequence_parallelism_a_rank_holds_part_of_the_tokens_between_blocks():

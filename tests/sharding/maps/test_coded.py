@@ -67,7 +67,7 @@ def weighted(params: Any, x: torch.Tensor) -> torch.Tensor:
     return sum([(leaf.to(torch.float64) ** 2).sum() for leaf in tree.tensors(params)], torch.zeros(())) * x.mean()
 
 
-def trained(precision: Any, params: Any, stage: int, mesh: Any, batch: Any, **options: Any) -> Any:
+def train(precision: Any, params: Any, stage: int, mesh: Any, batch: Any, **options: Any) -> Any:
     backend, loss, axis = options.pop("backend", None), options.pop("loss", weighted), options.pop("axis", None)
     step = fzero.shard(step_of(OPT, loss, precision=precision, **options), stage=stage, mesh=mesh, axis=axis)
     state = step.init(params, OPT)
@@ -95,7 +95,7 @@ def test_the_loss_sees_rounded_parameters_at_every_stage(params, codec, stage, n
     mesh = fzero.mesh(simulate="lockstep" if lockstep else "vmap", dp=n)
     backend = "fx" if jit and not lockstep else None
     options: Any = {"loss": loss, "gather": gather, "micro_batches": k, "backend": backend}
-    new, value = trained(precision, params, stage, mesh, torch.ones(n * k), **options)
+    new, value = train(precision, params, stage, mesh, torch.ones(n * k), **options)
     rounded = tree.map(codec.round, params)
     assert_trees_close(value, weighted(rounded, torch.ones(())), rtol=1e-6)
     assert_trees_close(new, tree.map(lambda p, r: p - 2 * r, params, rounded), rtol=1e-5)
@@ -175,7 +175,7 @@ def test_coded_sums_equal_sums_of_decoded_values_bit_for_bit(params, codec, stag
     precision = fzero.Precision(torch.float32, reduce=codec)
     zeros = tree.map(torch.zeros_like, params)
     options: Any = {"loss": products, "reduce": "sum", "backend": "fx" if jit and not lockstep else None}
-    new, _ = trained(precision, zeros, stage, mesh, batch, **options)
+    new, _ = train(precision, zeros, stage, mesh, batch, **options)
     expected = [-(y[0] if n == 1 else summed(codec, y)) for y in batch]
     assert_trees_close(tree.tensors(new), expected, rtol=0.0)
 
@@ -189,7 +189,7 @@ def test_the_sum_of_the_largest_codes_is_exact(codec, n):
     for stage in ALL_STAGES:
         precision = fzero.Precision(torch.float32, reduce=codec)
         options: Any = {"loss": products, "reduce": "sum"}
-        new, _ = trained(precision, params, stage, fzero.mesh(dp=n), batch, **options)
+        new, _ = train(precision, params, stage, fzero.mesh(dp=n), batch, **options)
         assert_trees_close(new["w"], -batch[0].sum(0), rtol=0.0)
 
 
@@ -198,7 +198,7 @@ def test_stochastic_sums_are_equal_at_every_stage():
     batch = values_like(params, 4)
     precision = fzero.Precision(torch.float32, reduce=codecs.int4(16, "stochastic"))
     options: Any = {"loss": products, "reduce": "sum"}
-    first, *rest = [trained(precision, params, s, fzero.mesh(dp=4), batch, **options)[0] for s in range(4)]
+    first, *rest = [train(precision, params, s, fzero.mesh(dp=4), batch, **options)[0] for s in range(4)]
     for other in rest:
         assert_trees_close(other, first, rtol=0.0)
     error = -first["w"] - batch[0].sum(0)
@@ -231,8 +231,8 @@ def test_units_over_several_axes_in_any_order_have_the_numbers_of_one_axis(
     for settings in ({"gather": codec}, {"reduce": codec}):
         precision = fzero.Precision(torch.float32, **settings)
         options: Any = {"loss": products, "reduce": "sum"}
-        one, _ = trained(precision, params, stage, fzero.mesh(dp=n), batch, **options)
-        several, _ = trained(precision, params, stage, mesh, batch, axis=axis, **options)
+        one, _ = train(precision, params, stage, fzero.mesh(dp=n), batch, **options)
+        several, _ = train(precision, params, stage, mesh, batch, axis=axis, **options)
         exact = "reduce" in settings and not codec.code_kind.is_float
         assert_trees_close(several, one, rtol=0.0 if exact else 1e-6)
 
@@ -403,7 +403,7 @@ def test_a_compiled_step_with_codecs_equals_the_eager_one():
     g = torch.Generator().manual_seed(0)
     batch = [torch.randint(-9, 10, (4, *p.shape), generator=g).float() for p in tree.tensors(params)]
     precision = fzero.Precision(torch.float32, gather=INT8, reduce=codecs.int4(16, "stochastic"))
-    run = partial(trained, precision, params, 3, fzero.mesh(dp=4), batch, loss=products, reduce="sum")
+    run = partial(train, precision, params, 3, fzero.mesh(dp=4), batch, loss=products, reduce="sum")
     assert_trees_close(run(backend="inductor")[0], run()[0], rtol=0.0)
 
 

@@ -15,7 +15,7 @@ from fzero.tuning import CPU, H100
 from fzero.tuning.machines import _calibrate
 from fzero.tuning.machines._calibrate import _fit_links
 from fzero.tuning.machines._named_machines import _read_calibrated, save
-from tests.distributed.launch import forked, free_port, rank_variables
+from tests.distributed.launch import fork, free_port, rank_variables
 from tests.tuning.helpers import machines
 
 
@@ -85,7 +85,7 @@ def test_a_calibrated_machine_is_read_as_it_was_stored(machine):
 def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
     port = free_port()
     variables = [{**rank_variables(r, 2, port), "XDG_CACHE_HOME": cache} for r in range(2)]
-    done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
+    done = fork(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
     assert "all_gather of 2 ranks of this machine" in done[0].stdout and not done[1].stdout
     machine = _read_calibrated()
@@ -102,7 +102,7 @@ def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
 def test_ranks_on_two_machines_measure_the_network_between_them(cache):
     port = free_port()
     variables = [{**rank_variables(r, 2, port), "LOCAL_WORLD_SIZE": 1, "XDG_CACHE_HOME": cache} for r in range(2)]
-    done = forked(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
+    done = fork(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
     machine = _read_calibrated()
     assert machine.ranks == 1 and machine.network != CPU.network and machine.network_hop != CPU.network_hop

@@ -96,7 +96,9 @@ def row(name: int, peak: float, seconds: float, in_full: bool = False) -> TableR
     return TableRow(Configuration(3, name, 1), {"activations": peak}, {}, seconds, 0.0, 1.0, in_full, {})
 
 
-def refined(rows: list[TableRow], actual: dict[int, float], budget: float = 100.0) -> tuple[list[TableRow], list[int]]:
+def refine_rows(
+    rows: list[TableRow], actual: dict[int, float], budget: float = 100.0
+) -> tuple[list[TableRow], list[int]]:
     """Refine rows whose full plans hold other bytes. Return the rows, and which were planned in full."""
     asked: list[int] = []
 
@@ -112,20 +114,20 @@ def refined(rows: list[TableRow], actual: dict[int, float], budget: float = 100.
 
 def test_no_row_is_refused_where_its_extrapolation_nearly_fits():
     """The fastest row is 4% above the budget by its extrapolation, and below it by its plan."""
-    rows, asked = refined([row(1, 104.0, 1.0), row(2, 50.0, 2.0)], {1: 99.0})
+    rows, asked = refine_rows([row(1, 104.0, 1.0), row(2, 50.0, 2.0)], {1: 99.0})
     assert asked == [1, 2] or asked == [2, 1]
     assert min([r for r in rows if r.peak_bytes <= 100], key=operator.attrgetter("seconds")).config.micro_batch == 1
     far = row(3, _NEAR * 100 + 1, 0.5)
-    assert refined([far, row(2, 50.0, 2.0)], {})[1] == [2]
+    assert refine_rows([far, row(2, 50.0, 2.0)], {})[1] == [2]
 
 
 def test_no_row_is_reported_to_fit_before_it_is_planned_in_full():
-    rows, asked = refined([row(1, 500.0, 1.0), row(2, 300.0, 2.0)], {2: 55.0})
+    rows, asked = refine_rows([row(1, 500.0, 1.0), row(2, 300.0, 2.0)], {2: 55.0})
     assert asked == [2] and [r.peak_bytes for r in rows] == [500.0, 55.0]
-    assert refined([row(1, 500.0, 1.0)], {})[1] == [1]
+    assert refine_rows([row(1, 500.0, 1.0)], {})[1] == [1]
 
 
 def test_the_three_fastest_rows_that_fit_are_planned_in_full():
     rows = [row(n, 10.0, float(n)) for n in range(1, 6)]
-    assert sorted(refined(rows, {})[1]) == [1, 2, 3]
-    assert sorted(refined(rows, {2: 200.0})[1]) == [1, 2, 3, 4]  # the second does not fit after all
+    assert sorted(refine_rows(rows, {})[1]) == [1, 2, 3]
+    assert sorted(refine_rows(rows, {2: 200.0})[1]) == [1, 2, 3, 4]  # the second does not fit after all

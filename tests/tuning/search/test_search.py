@@ -122,9 +122,9 @@ def test_a_cached_result_needs_no_process(monkeypatch):
 @pytest.mark.slow
 def test_a_second_table_starts_no_process(monkeypatch, cache):
     make_step = Counted()
-    table, _ = tuned(make_step)
+    table, _ = tune_and_count(make_step)
     monkeypatch.setattr(_plan_workers, "_processes", None)
-    again, made = tuned(make_step, workers=2)
+    again, made = tune_and_count(make_step, workers=2)
     assert again == table and not made
 
 
@@ -160,7 +160,7 @@ class Counted:
 ASKED: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8,), "stages": (2, 3), "memory": 1e12}
 
 
-def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.ConfigurationTable, int]:
+def tune_and_count(make_step: Any, **asked: Any) -> tuple[fzero.tuning.ConfigurationTable, int]:
     """Tune, and say how many steps were made for it."""
     before = len(make_step.made)
     table = fzero.tune(make_step, **{"machine": CPU, "remat": (False,), **ASKED, **asked})
@@ -169,11 +169,11 @@ def tuned(make_step: Any, **asked: Any) -> tuple[fzero.tuning.ConfigurationTable
 
 def test_a_search_plans_each_row_once():
     make_step = Counted()
-    first, made = tuned(make_step, stages=(2,), depth=15)
-    again, none = tuned(make_step, stages=(2,), depth=15)
+    first, made = tune_and_count(make_step, stages=(2,), depth=15)
+    again, none = tune_and_count(make_step, stages=(2,), depth=15)
     assert made >= 3 + 1 and none == 0 and again == first and str(again) == str(first)
     assert all(r.in_full for r in again.rows)
-    assert tuned(make_step, stages=(2,), depth=15, cache=False) == (first, made)
+    assert tune_and_count(make_step, stages=(2,), depth=15, cache=False) == (first, made)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_search_plans_each_row_once():
 )
 def test_a_cached_row_is_planned_anew_when_its_inputs_change(what, monkeypatch, cache):
     make_step = Counted()
-    first, made = tuned(make_step)
+    first, made = tune_and_count(make_step)
     asked: dict[str, Any] = {}
     if what == "the step":
         make_step.cache_key = "another"
@@ -199,16 +199,16 @@ def test_a_cached_row_is_planned_anew_when_its_inputs_change(what, monkeypatch, 
     else:
         for path in (cache / "fzero" / "rows").iterdir():
             path.write_text(path.read_text()[:50])
-    again, second = tuned(make_step, **asked)
+    again, second = tune_and_count(make_step, **asked)
     assert second == made == 2
     assert (again == first) == (what in ("the step", "the code of fzero", "torch", "a file that is cut off"))
-    assert tuned(make_step, **asked) == (again, 0)
+    assert tune_and_count(make_step, **asked) == (again, 0)
 
 
 def test_a_cached_row_does_not_depend_on_the_memory_budget():
     make_step = Counted()
-    tuned(make_step)
-    table, made = tuned(make_step, memory=1.0)
+    tune_and_count(make_step)
+    table, made = tune_and_count(make_step, memory=1.0)
     assert made == 0 and not table.fitting
 
 
@@ -222,7 +222,7 @@ def test_a_step_without_a_cache_key_is_planned_each_time(cache):
 def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
     (cache / "fzero").write_text("a file, where a folder should be")
     make_step = Counted()
-    assert tuned(make_step)[1] == tuned(make_step)[1] == 2
+    assert tune_and_count(make_step)[1] == tune_and_count(make_step)[1] == 2
 
 
 def test_the_code_of_fzero_is_part_of_the_key():
