@@ -107,7 +107,7 @@ def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) ->
 def _scatter_sums(spec_id: int, axis: Axis, ranks: int, sums: torch.Tensor) -> torch.Tensor:
     """Return this rank's part `[k]` of the sum over an axis of sums of codes `[n k]`, each a sum over `ranks` ranks."""
     if codec_of(spec_of(spec_id), "reduce").code_kind.is_float:
-        return apply(axis.token, "psum_scatter", axis.binding, DimOptions(-1), sums)[0]
+        return _run_collective("reduce_scatter_flat", axis, UnitOptions(spec_id), sums)
     options = UnitSumOptions(spec_id, ranks)
     return _run_collective("sum_of_sums", axis, options, _run_collective("part_bytes", axis, options, sums))
 

@@ -396,6 +396,17 @@ def test_between_hosts_pass_codes_of_parameters_once_a_step_and_sums_of_codes(k)
     assert not {"reduce_scatter", "psum_scatter"} & {kind for kind, _ in total}
 
 
+@pytest.mark.parametrize("codec", [INT8, codecs.float8(block=16)])
+def test_sums_over_a_further_axis_count_as_those_of_their_unit(codec):
+    precision = fzero.Precision(torch.float32, reduce=codec)
+    mesh, params = fzero.mesh(host=2, dp=3), {"w": torch.zeros(24)}
+    step = fzero.shard(step_of(OPT, products, precision=precision), 3, mesh, axis=("dp", "host"))
+    state = step.init(params, OPT)
+    with fzero.collectives.record() as log:
+        step(*state, mesh.split(values_like(params, 6)))
+    assert [(e.kind, e.elements) for e in log.events if not e.unit] == [("all_reduce", 2)]  # the loss
+
+
 @pytest.mark.slow
 def test_a_compiled_step_with_codecs_equals_the_eager_one():
     """Inductor on integers, where no sum rounds, so that codes are equal; with rounding at random."""
