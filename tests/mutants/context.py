@@ -79,7 +79,7 @@ MUTANTS = [
     *File("parallel/context/_ring_pattern.py", ATTENTION).faults(
         Fault("a token does not attend to itself", "AttentionOptions.keep", swapped(">=", ">")),
         Fault("a window is one token too wide", "AttentionOptions.keep", swapped("A.abs() < B", "<=")),
-        Fault("late queries do not meet early keys", "RingPattern.pairs", dropped("_HalfPair(_LATE, _EARLY)")),
+        Fault("late queries do not meet early keys", "RingPattern.pairs", dropped("HalfPair(_LATE, _EARLY)")),
         Fault("keys of later ranks count as earlier", "RingPattern.pairs", swapped("self.A.B(step) < self.A.C", ">")),
         Fault(
             "on processes keys of later ranks count as earlier",
@@ -108,7 +108,7 @@ MUTANTS = [
             becomes("sinks.unsqueeze(-1)", "sinks.unsqueeze(-1) + math.log(pattern.ring.size)"),
         ),
         Fault("a sink takes no weight from the tokens", "attend", bare("out * A.exp().unsqueeze(-1)", at="1 of 1")),
-        Fault("the sink's gradient has the other sign", "attend_grad", becomes("-A.sum(-1)", "A.sum(-1)")),
+        Fault("the sink's gradient has the other sign", "_sink_grad", becomes("-A.sum(-1)", "A.sum(-1)")),
         Fault("gradients of keys do not come home", "attend_grad", becomes("x + y", "x + 0 * y")),
     ),
     *File("parallel/context/_ring_autograd.py", ATTENTION).faults(

@@ -22,8 +22,8 @@ MUTANTS = [
         ),
         Fault(
             "chunks are compiled together",
-            "split_into_subgraphs",
-            never("A(B) not in (None, C)"),
+            "_Boundaries.begins_subgraph",
+            never("A not in (None, B)"),
         ),
         Fault("a node that reads an overwritten value is moved later", "_may_run_later", never("A(B) in C")),
         Fault(
@@ -39,8 +39,8 @@ MUTANTS = [
         Fault("the slices of micro-batches are made within segments", "parts_of_arguments", constant(1, 99), SUBGRAPHS),
         Fault(
             "one segment writes memory that it reads by another argument",
-            "split_into_subgraphs",
-            never("A(B, C.D[-1])"),
+            "_Boundaries.begins_subgraph",
+            never("_overwrites_unseen(A, B)"),
             SLICE_OF_GATHER,
         ),
         Fault(

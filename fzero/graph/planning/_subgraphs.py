@@ -93,9 +93,7 @@ def split_into_subgraphs(
     scalars = scalars_of(nodes) if scalars is None else scalars
     host = on_host(nodes) if host is None else host
     builder = _SubgraphBuilder()
-    block = ""  # the block whose arguments the open subgraph reads
-    chunk: int | None = None  # the latest chunk that an operation belongs to
-    is_host = False
+    boundaries = _Boundaries(host)
     for n in nodes:
         if n.op != "call_function" or is_alias(n):
             continue
@@ -106,21 +104,38 @@ def split_into_subgraphs(
         elif n in scalars and (index := builder.scalar_subgraph_for(n)) is not None:
             builder.put(n, index)
         else:
-            argument_block = next((b for a in n.all_input_nodes if (b := _block(a))), "")
-            if (argument_block and argument_block != block) or (
-                builder.is_open and _overwrites_unseen(n, builder.subgraphs[-1])
-            ):
-                block = argument_block
-                builder.is_open = False
-            if chunk_of(n) not in (None, chunk):  # Inductor would keep the values of several chunks at once
-                chunk = chunk_of(n)
-                builder.is_open = False
-            if is_host != (n in host):
-                is_host = n in host
+            if boundaries.begins_subgraph(n, builder.subgraphs[-1] if builder.is_open else ()):
                 builder.is_open = False
             builder.add(n)
     builder.move_to_readers(scalars)
     return [subgraph for subgraph in builder.subgraphs if subgraph]
+
+
+class _Boundaries:
+    """Where compiled subgraphs begin, by the nodes that were added so far.
+
+    Attributes:
+        host: the values that lie in host memory.
+        block: the block whose arguments the latest subgraph reads.
+        chunk: the latest chunk that an operation belongs to.
+        is_host: whether the latest subgraph runs on the host.
+    """
+
+    def __init__(self, host: AbstractSet[Node]) -> None:
+        self.host, self.block, self.is_host = host, "", False
+        self.chunk: int | None = None
+
+    def begins_subgraph(self, node: Node, subgraph: Sequence[Node]) -> bool:
+        """Return whether a node must not be compiled with the nodes of the open subgraph, and remember its own."""
+        block = next((b for a in node.all_input_nodes if (b := _block(a))), "")
+        chunk, is_host = chunk_of(node), node in self.host
+        is_other_block = block not in ("", self.block) or _overwrites_unseen(node, subgraph)
+        is_other_chunk = chunk not in (None, self.chunk)  # Inductor would keep the values of several chunks at once
+        is_other_memory = is_host != self.is_host
+        self.block = block if is_other_block else self.block
+        self.chunk = chunk if is_other_chunk else self.chunk
+        self.is_host = is_host
+        return is_other_block or is_other_chunk or is_other_memory
 
 
 class _SubgraphBuilder:
@@ -238,7 +253,7 @@ def _overwrites_for(node: Node, subgraph: list[Node]) -> bool:
     return any(resolve_alias(a) is written for n in subgraph for a in n.all_input_nodes)
 
 
-def _overwrites_unseen(node: Node, subgraph: list[Node]) -> bool:
+def _overwrites_unseen(node: Node, subgraph: Sequence[Node]) -> bool:
     """Return whether a node writes memory that a subgraph reads by another argument. Inductor assumes them separate."""
     if node.target is not COPY or not _is_own_part(node.all_input_nodes[0]):
         return False

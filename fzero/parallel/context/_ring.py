@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero._dtypes import at_least_float32
-from fzero.parallel.context._ring_pattern import AttentionOptions, Half, Qkv, Ring, RingPattern
+from fzero.parallel.context._ring_pattern import AttentionOptions, Half, HalfPair, Qkv, Ring, RingPattern
 from fzero.parallel.context._tiled_attention import RingResult, tiled_attention, tiled_attention_grad
 
 __all__ = ["attend", "attend_grad"]
@@ -77,17 +77,7 @@ def attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: RingRes
         elif step == 1:
             travelling_dkv = [[torch.zeros_like(x) for x in xs] for xs in local_dkv]
         for pair in pattern.pairs(step):
-            queries, keys, values = pattern.take_pair(pair, q, k, v)
-            pair_result = RingResult(
-                pattern.take(result.grad, pair.queries, -2),
-                pattern.take(result.out, pair.queries, -2),
-                pattern.take(result.log_sum, pair.queries, -1),
-            )
-            causal = options.causal and step == 0 and not pattern.masked
-            mask = pattern.mask(pair, step, kv.documents)
-            grads = tiled_attention_grad(
-                pattern, q=queries, k=keys, v=values, result=pair_result, mask=mask, causal=causal
-            )
+            grads = _pair_grads(pattern, pair, step, Qkv(q, k, v, documents=kv.documents), result)
             if step == 0:
                 dq, *local_dkv = _chunk_halves(pattern, grads)
                 continue
@@ -99,11 +89,29 @@ def attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: RingRes
     if ring.size > 1:
         dk, dv = (x + y for x, y in zip((dk, dv), _shift_dkv(pattern, travelling_dkv), strict=True))
     grads = torch.cat(dq, -2).to(qkv.q.dtype), dk.to(qkv.k.dtype), dv.to(qkv.v.dtype)
-    if sinks is None:
-        return grads
-    weights = (sinks.unsqueeze(-1) - result.log_sum).exp()  # of the sinks
+    return grads if sinks is None else (*grads, _sink_grad(sinks, result))
+
+
+def _pair_grads(
+    pattern: RingPattern, pair: HalfPair, step: int, qkv: Qkv, result: RingResult
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the queries, keys and values of a pair. `qkv` has the keys that came at this step."""
+    queries, keys, values = pattern.take_pair(pair, qkv.q, qkv.k, qkv.v)
+    pair_result = RingResult(
+        pattern.take(result.grad, pair.queries, -2),
+        pattern.take(result.out, pair.queries, -2),
+        pattern.take(result.log_sum, pair.queries, -1),
+    )
+    causal = pattern.options.causal and step == 0 and not pattern.masked
+    mask = pattern.mask(pair, step, qkv.documents)
+    return tiled_attention_grad(pattern, q=queries, k=keys, v=values, result=pair_result, mask=mask, causal=causal)
+
+
+def _sink_grad(sinks: torch.Tensor, result: RingResult) -> torch.Tensor:
+    """Return the gradient of sinks, from their weights and the weights' gradients."""
+    weights = (sinks.unsqueeze(-1) - result.log_sum).exp()
     dweights = -(at_least_float32(result.grad) * at_least_float32(result.out)).sum(-1)
-    return *grads, (weights * dweights).sum(-1)
+    return (weights * dweights).sum(-1)
 
 
 def _shift_dkv(pattern: RingPattern, dkv: list[list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
 from fzero.parallel.context._layout import positions_of
 
-__all__ = ["AttentionOptions", "Half", "Mask", "Qkv", "Ring", "RingPattern"]
+__all__ = ["AttentionOptions", "Half", "HalfPair", "Mask", "Qkv", "Ring", "RingPattern"]
 
 _MASK_ELEMENTS = 2**24  # of a mask in memory at a time, for each sequence
 _SCORE_ROWS = 128  # of a tile whose scores are in memory
@@ -137,7 +137,7 @@ _ALL, _EARLY, _LATE = "all", "early", "late"
 Half = str | torch.Tensor  # a tensor: the early half where it is true, else the late half
 
 
-class _HalfPair(NamedTuple):
+class HalfPair(NamedTuple):
     """Queries of this rank, and keys of another one to which they attend."""
 
     queries: Half
@@ -169,7 +169,7 @@ class RingPattern(NamedTuple):
         """The number of parts into which queries and keys are divided."""
         return 2 if self.options.causal and self.ring.size > 1 else 1
 
-    def pairs(self, step: int) -> list[_HalfPair]:
+    def pairs(self, step: int) -> list[HalfPair]:
         """List the pairs of halves that meet after some steps. All ranks have the same number of pairs.
 
         Early halves lie on the ranks in the order of the sequence, and late halves in the reverse order. The early keys
@@ -177,11 +177,11 @@ class RingPattern(NamedTuple):
         before the late queries, and after the early ones.
         """
         if step == 0 or self.halves == 1:
-            return [_HalfPair(_ALL, _ALL)]
+            return [HalfPair(_ALL, _ALL)]
         rank, half = self.ring.rank, self.ring.source(step) < self.ring.index
         if rank is not None:  # the half is known, so it is taken without a copy
             half = _EARLY if (rank - step) % self.ring.size < rank else _LATE
-        return [_HalfPair(_LATE, _EARLY), _HalfPair(half, half)]
+        return [HalfPair(_LATE, _EARLY), HalfPair(half, half)]
 
     def take(self, x: torch.Tensor, half: Half, dim: int) -> torch.Tensor:
         """Take a half of the tokens, along a dimension counted from the end."""
@@ -193,7 +193,7 @@ class RingPattern(NamedTuple):
         return torch.where(self.ring.like(half, x.ndim), early, late)
 
     def take_pair(
-        self, pair: _HalfPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, pair: HalfPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Take the queries, keys and values of a pair."""
         return self.take(q, pair.queries, -2), self.take(k, pair.keys, -2), self.take(v, pair.keys, -2)
@@ -204,7 +204,7 @@ class RingPattern(NamedTuple):
             return [(0, half), (1, ~half)]
         return [(int(half == _LATE), None)]
 
-    def mask(self, pair: _HalfPair, step: int, key_documents: torch.Tensor | None) -> "Mask | None":
+    def mask(self, pair: HalfPair, step: int, key_documents: torch.Tensor | None) -> "Mask | None":
         """Return the mask of a pair; None if it needs none. `key_documents` are those of all keys."""
         if not self.masked:
             return None

@@ -236,11 +236,7 @@ def schedule(
     if name == "gpipe" and cap is not None:
         raise ValueError(f"schedule 'gpipe' takes no cap, but got cap={cap!r}: '1f1b' takes one")
     orders = [order(ranks, micro_batches, stages_per_rank, name) for order in entry.orders]
-    peaks = [orders[0].in_flight(rank) for rank in range(ranks)]
-    memory = [max(peak, entry.splits_backward * stages_per_rank * ranks) for peak in peaks]
-    caps = [
-        memory[rank] if limit is None else limit for rank, limit in enumerate(caps_by_rank(cap, ranks, stages_per_rank))
-    ]
+    caps = _memory_caps(orders[0], cap, entry.splits_backward, stages_per_rank)
     durations = Durations.of(
         ranks,
         stages=ranks * stages_per_rank,
@@ -251,8 +247,7 @@ def schedule(
         cost=cost,
     )
     bound = _makespan_bound(orders[0].rank_of_stage, micro_batches, entry.splits_backward, durations)
-    fit = [s for s in orders if all(s.in_flight(rank) <= limit for rank, limit in enumerate(caps))]
-    best = min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
+    best = _best_named(orders, caps, durations)
     if best is not None and time_schedule(best, durations).makespan <= bound * (1 + 1e-9):
         return best
 
@@ -269,6 +264,23 @@ def schedule(
     candidate = listed([None] * ranks if name == "gpipe" else caps)
     best = min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
     return best if name == "gpipe" else _tighten(best, listed, durations)
+
+
+def _memory_caps(order: PipelineSchedule, cap: Cap, splits_backward: bool, stages_per_rank: int) -> list[int]:
+    """Return the most in flight on each rank: what `cap` allows, or else what an order needs."""
+    ranks = order.ranks
+    peaks = [order.in_flight(rank) for rank in range(ranks)]
+    memory = [max(peak, splits_backward * stages_per_rank * ranks) for peak in peaks]
+    limits = caps_by_rank(cap, ranks, stages_per_rank)
+    return [memory[rank] if limit is None else limit for rank, limit in enumerate(limits)]
+
+
+def _best_named(
+    orders: Sequence[PipelineSchedule], caps: Sequence[int], durations: Durations
+) -> PipelineSchedule | None:
+    """Return the order that ends first of those within the caps; None if there is none."""
+    fit = [s for s in orders if all(s.in_flight(rank) <= limit for rank, limit in enumerate(caps))]
+    return min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
 
 
 def _tighten(
