@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["accelerate"]
@@ -75,45 +75,57 @@ def _yaml(fields: dict[str, Any], indent: str = "") -> str:
 def _differences(run: PlannedRun) -> tuple[str, ...]:
     """List what accelerate does otherwise than the row says, or leaves to the program."""
     c, is_fsdp = run.config, _is_fsdp(run)
-    differences = [
-        f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program."
-    ]
-    if c.accumulation > 1:
-        each = ", sync_each_batch=True" if c.stage > 1 else ""
-        differences.append(
+    each = ", sync_each_batch=True" if c.stage > 1 else ""
+    precision = c.precision if is_fsdp else "float32"
+    before = [
+        (
+            True,
+            f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program.",
+        ),
+        (
+            c.accumulation > 1,
             f"So does Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={c.accumulation}"
-            f"{each}))."
-        )
-    if run.hosts > 1:
-        differences.append("Each of the machines starts with its own --machine_rank, and all with --main_process_ip.")
-    if is_fsdp:
-        differences.append(
-            "A model that is none of transformers' needs fsdp_transformer_layer_cls_to_wrap: the class of a block."
-        )
-    if is_fsdp and c.stage < 3:
-        differences.append(
+            f"{each})).",
+        ),
+        (
+            run.hosts > 1,
+            "Each of the machines starts with its own --machine_rank, and all with --main_process_ip.",
+        ),
+        (
+            is_fsdp,
+            "A model that is none of transformers' needs fsdp_transformer_layer_cls_to_wrap: the class of a block.",
+        ),
+        (
+            is_fsdp and c.stage < 3,
             f"Stage {c.stage}: FSDP2 shards parameters between steps, and keeps them gathered from the forward to the "
-            "backward pass."
-        )
-    rules = {
-        "ep": "accelerate does not split experts",
-        "cp": "the loop splits each batch by accelerator.maybe_context_parallel",
-        "tp": "the model needs a plan of its own, such as from_pretrained(tp_plan='auto') of transformers",
-        "chunked_loss": "the model computes its loss, such as by Liger's fused linear cross-entropy",
-    }
-    if c.offload:
-        rules["offload"] = (
-            "FSDP2 offloads all or nothing, and here all of parameters, gradients and state"
-            if is_fsdp
-            else "left out, since DDP offloads nothing"
-        )
-    if c.remat == "matmuls":
-        rules["remat"] = "recomputes all of a block, since accelerate has no selective checkpoints"
-    if c.remat == EVERY_SECOND:
-        rules["remat"] = "recomputes all of each block, since accelerate checkpoints no chosen ones"
-    if c.remat and not is_fsdp:
-        rules["remat"] = "the model recomputes: model.gradient_checkpointing_enable() of transformers"
-    differences += unsupported_settings(c, rules)
-    if c.precision != "float32":
-        differences.append(f"Gradients are summed over ranks in {c.precision if is_fsdp else 'float32'}.")
-    return tuple(differences)
+            "backward pass.",
+        ),
+    ]
+    after = [(c.precision != "float32", f"Gradients are summed over ranks in {precision}.")]
+    return (*select(before), *unsupported_settings(c, _remedies(run)), *select(after))
+
+
+_REMEDIES = {
+    "ep": "accelerate does not split experts",
+    "cp": "the loop splits each batch by accelerator.maybe_context_parallel",
+    "tp": "the model needs a plan of its own, such as from_pretrained(tp_plan='auto') of transformers",
+    "chunked_loss": "the model computes its loss, such as by Liger's fused linear cross-entropy",
+}
+
+
+def _remedies(run: PlannedRun) -> dict[str, str]:
+    """Return what to do instead, by the setting that accelerate does not take from its file."""
+    c, is_fsdp = run.config, _is_fsdp(run)
+    rows = [  # setting, words, whether they hold; the last that holds counts
+        ("offload", "FSDP2 offloads all or nothing, and here all of parameters, gradients and state", is_fsdp),
+        ("offload", "left out, since DDP offloads nothing", not is_fsdp),
+        ("remat", "recomputes all of a block, since accelerate has no selective checkpoints", c.remat == "matmuls"),
+        (
+            "remat",
+            "recomputes all of each block, since accelerate checkpoints no chosen ones",
+            c.remat == EVERY_SECOND,
+        ),
+        ("remat", "the model recomputes: model.gradient_checkpointing_enable() of transformers", not is_fsdp),
+    ]
+    used = {"offload": c.offload, "remat": c.remat}
+    return {**_REMEDIES, **{setting: words for setting, words, holds in rows if holds and used[setting]}}

@@ -1,7 +1,8 @@
 """An export: the configuration of another system, made of a row of a plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fzero._format import format_bytes
 from fzero._report import Report
@@ -11,7 +12,7 @@ from fzero.tuning.exports._peaks import Sizes, States, sizes_of
 from fzero.tuning.machines import Machine
 from fzero.tuning.models import ModelShape
 
-__all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "unsupported_settings"]
+__all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "select", "unsupported_settings"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,11 @@ def expected_bytes(
         return None
     config = config or run.config
     return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
+
+
+def select(rows: Iterable[tuple[Any, str]]) -> list[str]:
+    """List the lines of a table whose conditions are true, in order; a row is a condition and its line."""
+    return [line for condition, line in rows if condition]
 
 
 _BITS = {  # settings that no system takes from its file, and its behaviour instead

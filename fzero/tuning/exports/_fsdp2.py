@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["fsdp2"]
@@ -66,42 +66,33 @@ def _shard_model(run: PlannedRun) -> str:
     shape = ", ".join(map(str, sizes.values())) + ("," if len(sizes) == 1 else "")
     labels = ", ".join([f'"{name}"' for name in sizes]) + ("," if len(sizes) == 1 else "")
     policy = f"MixedPrecisionPolicy(param_dtype=torch.{c.precision}, reduce_dtype=torch.float32)"
-    lines = [
-        "def shard_model(model, blocks):",
-        '    """Shard a float32 model by its blocks, a list of modules, and return its optimizer."""',
-        '    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")',
-        f"    mesh = init_device_mesh(device.type, ({shape}), mesh_dim_names=({labels}))",
-        "    options = {",
-        f'        "mesh": {data},',
-        f'        "reshard_after_forward": {c.stage == 3},',
-        f'        "mp_policy": {policy},',
-        *(['        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),'] if c.offload else []),
-        "    }",
+    every_second, products = c.remat == EVERY_SECOND, c.remat == "matmuls"
+    indent, more = " " * (12 if every_second else 8), ", context_fn=contexts" if products else ""
+    rows = [
+        (True, "def shard_model(model, blocks):"),
+        (True, '    """Shard a float32 model by its blocks, a list of modules, and return its optimizer."""'),
+        (True, '    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")'),
+        (True, f"    mesh = init_device_mesh(device.type, ({shape}), mesh_dim_names=({labels}))"),
+        (True, "    options = {"),
+        (True, f'        "mesh": {data},'),
+        (True, f'        "reshard_after_forward": {c.stage == 3},'),
+        (True, f'        "mp_policy": {policy},'),
+        (c.offload, '        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),'),
+        (True, "    }"),
+        (c.tp > 1, "    # the linear layers of a block that are split, by their names in your model"),
+        (c.tp > 1, '    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}'),
+        (every_second, "    for i, block in enumerate(blocks):"),
+        (not every_second, "    for block in blocks:"),
+        (c.tp > 1, '        parallelize_module(block, mesh["tp"], plan)'),
+        (products, "        contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)"),
+        (every_second, "        if i % 2:"),
+        (c.remat, f"{indent}block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})"),
+        (True, "        fully_shard(block, **options)"),
+        (True, "    fully_shard(model, **options)"),
+        (True, "    return torch.optim.AdamW(model.parameters(), lr=3e-4)"),
+        (True, ""),
     ]
-    if c.tp > 1:
-        lines += [
-            "    # the linear layers of a block that are split, by their names in your model",
-            '    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}',
-        ]
-    every_second = c.remat == EVERY_SECOND
-    lines.append("    for i, block in enumerate(blocks):" if every_second else "    for block in blocks:")
-    lines += ['        parallelize_module(block, mesh["tp"], plan)'] if c.tp > 1 else []
-    if c.remat == "matmuls":
-        lines.append("        contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)")
-    if c.remat:
-        more = ", context_fn=contexts" if c.remat == "matmuls" else ""
-        lines += ["        if i % 2:"] if every_second else []
-        indent = " " * (12 if every_second else 8)
-        lines.append(f"{indent}block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})")
-    return "\n".join(
-        [
-            *lines,
-            "        fully_shard(block, **options)",
-            "    fully_shard(model, **options)",
-            "    return torch.optim.AdamW(model.parameters(), lr=3e-4)",
-            "",
-        ]
-    )
+    return "\n".join(select(rows))
 
 
 def _train_step(run: PlannedRun) -> str:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fzero._arguments import check_choice
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
+from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["torchtitan"]
@@ -78,47 +78,49 @@ def _imports(run: PlannedRun) -> str:
 def _apply_plan(run: PlannedRun) -> str:
     """Write the function that sets a configuration to the row. A sequence's length is set where it is known."""
     c = run.config
-    each = f"{c.micro_batch} * " + (f"{run.length}" if run.length else "config.training.max_context_length")
-    step = f"{c.global_batch} * " + (f"{run.length}" if run.length else "config.training.max_context_length")
-    shard = (1, c.ranks) if c.stage else (c.ranks, 1)
+    if c.pp > 1:
+        check_choice("schedule for torchtitan", c.schedule, tuple(_SCHEDULES))
+    tokens = f"{run.length}" if run.length else "config.training.max_context_length"
+    replicate, shard = (1, c.ranks) if c.stage else (c.ranks, 1)
+    reshards = '"always"' if c.stage == 3 else '"never"'
+    table = [  # setting, value, whether it is set
+        ("training.max_context_length", run.length, run.length),
+        ("training.num_tokens_per_microbatch_per_dp_rank", f"{c.micro_batch} * {tokens}", True),
+        ("training.num_tokens_per_train_step", f"{c.global_batch} * {tokens}", True),
+        ("training.max_norm", 1.0, True),
+        ("training.dtype", '"float32"', True),
+        ("training.mixed_precision_param", f'"{_precision(run)}"', True),
+        ("training.enable_cpu_offload", c.offload > 0, True),
+        ("training.disable_cuda_graphs", True, c.pp > 1 or c.ep > 1),
+        ("parallelism.data_parallel_replicate_degree", replicate, True),
+        ("parallelism.data_parallel_shard_degree", shard, True),
+        ("parallelism.fsdp_reshard_after_forward", reshards, True),
+        ("parallelism.tensor_parallel_degree", c.tp, True),
+        ("parallelism.context_parallel_degree", c.cp, True),
+        ("parallelism.pipeline_parallel_degree", c.pp, True),
+        ("parallelism.expert_parallel_degree", c.ep, True),
+        ("parallelism.pipeline_parallel_schedule", f'"{_SCHEDULES.get(c.schedule)}"', c.pp > 1),
+        ("parallelism.num_pp_microbatches", c.accumulation, c.pp > 1),
+        ("config.activation_checkpoint", _policy(run) + ".Config()" if c.remat else None, True),
+    ]
     lines = [
         "def apply_plan(config: Trainer.Config) -> Trainer.Config:",
         '    """Set a configuration of torchtitan to the row of the plan."""',
         "    training, parallelism = config.training, config.parallelism",
-        *([f"    training.max_context_length = {run.length}"] if run.length else []),
-        f"    training.num_tokens_per_microbatch_per_dp_rank = {each}",
-        f"    training.num_tokens_per_train_step = {step}",
-        "    training.max_norm = 1.0",
-        '    training.dtype = "float32"',
-        f'    training.mixed_precision_param = "{_precision(run)}"',
-        f"    training.enable_cpu_offload = {c.offload > 0}",
-        *(["    training.disable_cuda_graphs = True"] if c.pp > 1 or c.ep > 1 else []),
-        f"    parallelism.data_parallel_replicate_degree = {shard[0]}",
-        f"    parallelism.data_parallel_shard_degree = {shard[1]}",
-        f'    parallelism.fsdp_reshard_after_forward = "{"always" if c.stage == 3 else "never"}"',
-        f"    parallelism.tensor_parallel_degree = {c.tp}",
-        f"    parallelism.context_parallel_degree = {c.cp}",
-        f"    parallelism.pipeline_parallel_degree = {c.pp}",
-        f"    parallelism.expert_parallel_degree = {c.ep}",
+        *select([(is_set, f"    {setting} = {value}") for setting, value, is_set in table]),
+        *(_CHUNKED_LOSS if c.chunked_loss else _WHOLE_LOSS),
     ]
-    if c.pp > 1:
-        check_choice("schedule for torchtitan", c.schedule, tuple(_SCHEDULES))
-        lines += [
-            f'    parallelism.pipeline_parallel_schedule = "{_SCHEDULES[c.schedule]}"',
-            f"    parallelism.num_pp_microbatches = {c.accumulation}",
-        ]
-    lines.append(f"    config.activation_checkpoint = {_policy(run) + '.Config()' if c.remat else None}")
-    if c.chunked_loss:
-        lines += [
-            "    if not isinstance(config.loss, ChunkedLossWrapper.Config):",
-            "        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)",
-        ]
-    else:
-        lines += [
-            "    if isinstance(config.loss, ChunkedLossWrapper.Config):",
-            "        config.loss = config.loss.loss_fn",
-        ]
     return "\n".join([*lines, "    return config", ""])
+
+
+_CHUNKED_LOSS = (
+    "    if not isinstance(config.loss, ChunkedLossWrapper.Config):",
+    "        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)",
+)
+_WHOLE_LOSS = (
+    "    if isinstance(config.loss, ChunkedLossWrapper.Config):",
+    "        config.loss = config.loss.loss_fn",
+)
 
 
 def _planned(run: PlannedRun) -> str:
