@@ -226,13 +226,10 @@ def run(
     check_path("root", root, "the path of a folder, or a URL", "fzero.elastic.run(train, root, steps=100)")
     data_axes = tuple(axes) if axis is None else _axis_tuple(axis)
     world = None if simulate else find_world()
-    alive = world.size if world is not None else simulated_ranks or math.prod([n for n in axes.values() if n > 0])
-    shape = choose_shape(
-        alive,
-        ShapeRequest(
-            axes=axes, data_axes=data_axes, global_batch=global_batch, micro_batch=micro_batch or 1, min_ranks=min_ranks
-        ),
+    request = ShapeRequest(
+        axes=axes, data_axes=data_axes, global_batch=global_batch, micro_batch=micro_batch or 1, min_ranks=min_ranks
     )
+    shape = choose_shape(_count_alive(world, simulated_ranks, axes), request)
     used_ranks, call_number = math.prod(shape.values()), next(_CALLS)
     if world is not None and used_ranks < world.size:
         _leave_spares(world, used_ranks, lambda mesh: checkpoints(root, mesh, memory=memory), timeout)
@@ -242,23 +239,27 @@ def run(
     sizes: dict[str, Any] = {**shape}
     mesh = make_mesh(simulate=simulate, timeout=timeout, **sizes)
     _warn_of_no_restarts(world)
-    plan = _batch_plan(mesh, data_axes, global_batch, micro_batch)
-    result = _train(
-        ElasticRun(
-            root=root,
-            mesh=mesh,
-            steps=steps,
-            plan=plan,
-            copy_every=copy_every,
-            save_every=save_every,
-            memory=memory,
-            copies=copies,
-        ),
-        train,
+    elastic_run = ElasticRun(
+        root=root,
+        mesh=mesh,
+        steps=steps,
+        plan=_batch_plan(mesh, data_axes, global_batch, micro_batch),
+        copy_every=copy_every,
+        save_every=save_every,
+        memory=memory,
+        copies=copies,
     )
+    result = _train(elastic_run, train)
     if world is not None and used_ranks < world.size and mesh.rank == 0:
         _end_spares(world, call_number)
     return result
+
+
+def _count_alive(world: World | None, simulated_ranks: int | None, axes: Mapping[str, int]) -> int:
+    """Return the number of ranks that are alive; without a world those that are simulated, or that the axes name."""
+    if world is not None:
+        return world.size
+    return simulated_ranks or math.prod([n for n in axes.values() if n > 0])
 
 
 def _check_arguments(train: Any, numbers: Mapping[str, Any], axes: Mapping[str, int], axis: AxisName) -> None:

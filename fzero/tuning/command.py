@@ -218,36 +218,43 @@ def _tune_with_progress(
                     f"{x.config}: {format_bytes(x.peak_bytes)}, {format_seconds(x.seconds)}", highlight=False
                 )
 
-        return tune(
-            make_step,
-            world_size=args.world,
-            global_batch=args.batch,
-            machine=args.machine,
-            memory=args.memory,
-            margin=args.margin,
-            stages=args.stages,
-            micro_batches=args.micro_batches,
-            remat=args.remat,
-            precision=args.precision,
-            offload=args.offload,
-            ep=args.ep,
-            tp=args.tp,
-            pp=args.pp,
-            cp=args.cp,
-            schedule=args.schedule,
-            links=args.links,
-            depth=depth,
-            chunked_loss=args.chunked_loss,
-            gather=args.gather,
-            reduce=args.reduce,
-            moments=args.moments,
-            float8=args.float8,
-            compiled=args.compile,
-            max_rows=args.rows,
-            workers=args.workers,
-            cache=not args.no_cache,
-            on_result=on_result,
-        )
+        return _tune_by_options(args, make_step, depth, on_result)
+
+
+def _tune_by_options(
+    args: argparse.Namespace, make_step: Callable[..., Any], depth: int | None, on_result: Callable[[Any], None]
+) -> ConfigurationTable:
+    """Tune with the command's options as the arguments of `tune`."""
+    return tune(
+        make_step,
+        world_size=args.world,
+        global_batch=args.batch,
+        machine=args.machine,
+        memory=args.memory,
+        margin=args.margin,
+        stages=args.stages,
+        micro_batches=args.micro_batches,
+        remat=args.remat,
+        precision=args.precision,
+        offload=args.offload,
+        ep=args.ep,
+        tp=args.tp,
+        pp=args.pp,
+        cp=args.cp,
+        schedule=args.schedule,
+        links=args.links,
+        depth=depth,
+        chunked_loss=args.chunked_loss,
+        gather=args.gather,
+        reduce=args.reduce,
+        moments=args.moments,
+        float8=args.float8,
+        compiled=args.compile,
+        max_rows=args.rows,
+        workers=args.workers,
+        cache=not args.no_cache,
+        on_result=on_result,
+    )
 
 
 def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:

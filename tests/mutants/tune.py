@@ -286,7 +286,7 @@ MUTANTS = [
     ),
     *File("tuning/command.py", COMMAND).faults(
         Fault("the command exits with 0 if nothing fits", "_plan", constant(1, 0)),
-        Fault("--chunked-loss is ignored", "_tune_with_progress", dropped("chunked_loss=A.chunked_loss")),
+        Fault("--chunked-loss is ignored", "_tune_by_options", dropped("chunked_loss=A.chunked_loss")),
     ),
     *File("tuning/_page.py", COMMAND).faults(
         Fault("the timeline drops the peak", "_live_bytes", bare("max(range(A, B), key=C.D.__getitem__)")),
