@@ -26,11 +26,7 @@ from fzero.tuning.search import (
     PlanCache,
     Skipped,
     Unplanned,
-    open_pool,
-    refine,
-    search_by_bounds,
-    search_rows,
-    sort_results,
+    plan_rows,
 )
 from fzero.zero import STAGES
 
@@ -439,26 +435,13 @@ def tune(
     check_int("workers", workers)
     if on_result is not None:
         check_callable("on_result", on_result, "a function of a row")
-    bounds = None if max_rows is None else _bounds_of(make_step, check_int("max_rows", max_rows))
+    bounds_of = None if max_rows is None else _bounds_of(make_step, machine, check_int("max_rows", max_rows))
     budget = _budget_of(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
-    with open_pool(workers, planner, planner.cached) as start:
-        results: list[TableRow | Skipped] = []
-        unplanned: list[Unplanned] = []
-        if max_rows is None or bounds is None:
-            planned = search_rows(space, start, workers, budget)
-        else:
-            planned = search_by_bounds(space, start, budget, lambda config: bounds(config, machine), max_rows)
-        for x in planned:
-            if isinstance(x, Unplanned):
-                unplanned.append(x)
-                continue
-            results.append(x)
-            if on_result is not None:
-                on_result(x)
-        rows, skipped = sort_results(space, results, budget)
-        rows = refine(rows, start, budget)
+    rows, skipped, unplanned = plan_rows(
+        space, planner, budget, workers=workers, bounds_of=bounds_of, max_rows=max_rows, on_result=on_result
+    )
     return ConfigurationTable(
         rows=tuple(rows),
         skipped=tuple(skipped),
@@ -469,14 +452,14 @@ def tune(
     )
 
 
-def _bounds_of(make_step: Any, max_rows: int) -> Callable[[Configuration, Machine], Bounds]:
+def _bounds_of(make_step: Any, machine: Machine, max_rows: int) -> Callable[[Configuration], Bounds]:
     """Return the function from a configuration to its bounds.
 
     Raises:
         ValueError: if the step has none: then no configuration is known to be slower than another.
     """
     if isinstance(make_step, ModelStep):
-        return make_step.bounds
+        return partial(make_step.bounds, machine=machine)
     raise ValueError(
         f"max_rows={max_rows}: only models by name, from fzero.tuning.model_step, have bounds of their time: leave "
         "max_rows out, or give fewer values of each dimension"
