@@ -92,9 +92,7 @@ def attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: RingRes
     return grads if sinks is None else (*grads, _sink_grad(sinks, result))
 
 
-def _pair_grads(
-    pattern: RingPattern, pair: HalfPair, step: int, qkv: Qkv, result: RingResult
-) -> tuple[torch.Tensor, ...]:
+def _pair_grads(pattern: RingPattern, pair: HalfPair, step: int, qkv: Qkv, result: RingResult) -> list[torch.Tensor]:
     """Return the gradients of the queries, keys and values of a pair. `qkv` has the keys that came at this step."""
     queries, keys, values = pattern.take_pair(pair, qkv.q, qkv.k, qkv.v)
     pair_result = RingResult(
