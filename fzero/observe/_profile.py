@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,48 +175,56 @@ def profile(
         1.0
     """
     _check_profiled(step, steps, warmup, trace)
-
-    def run() -> float:
-        args_copy, kwargs_copy = _copy(args), _copy(kwargs)
-        _start_together()
-        start = time.perf_counter()
-        with torch.profiler.record_function(_MARK):
-            out = step(*args_copy, **kwargs_copy)
-            wait_for_device()
-        seconds = time.perf_counter() - start
-        del out
-        return seconds
-
-    def one_by_one() -> tuple[Span, ...]:
-        args_copy, kwargs_copy = _copy(args), _copy(kwargs)
-        _start_together()
-        with record_spans(__file__, one_by_one.__name__) as results:
-            step(*args_copy, **kwargs_copy)
-        return tuple(results)
-
     for _ in range(warmup):
-        run()
-    seconds = statistics.median([run() for _ in range(steps)])
-    activities = {torch.profiler.ProfilerActivity.CPU}
-    if torch.accelerator.is_available():
-        activities |= torch.profiler.supported_activities()
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:  # without, torch 2.11 warns
-        for _ in range(steps):
-            run()
+        _time_step(step, args, kwargs)
+    seconds = statistics.median([_time_step(step, args, kwargs) for _ in range(steps)])
+    profiler = _run_with_profiler(lambda: _time_step(step, args, kwargs), steps)
     if trace is not None:
         profiler.export_chrome_trace(str(_path_of_rank(Path(trace))))
     profiled, operations = _by_operation(profiler.events() or [], steps)
     f = getattr(step, "train_step", step)  # a sharded step is named after its function
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
-    one_by_one()  # warm up: a first run takes longer
+    _run_one_by_one(step, args, kwargs)  # warm up: a first run takes longer
     return Profile(
         name,
         seconds=seconds,
         profiled_seconds=profiled,
         kinds=_by_kind(operations, profiled),
         operations=operations,
-        spans=one_by_one(),
+        spans=_run_one_by_one(step, args, kwargs),
     )
+
+
+def _time_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Run a step on copies of its arguments, under the mark of a step, and return its seconds."""
+    args_copy, kwargs_copy = _copy(args), _copy(kwargs)
+    _start_together()
+    start = time.perf_counter()
+    with torch.profiler.record_function(_MARK):
+        out = step(*args_copy, **kwargs_copy)
+        wait_for_device()
+    seconds = time.perf_counter() - start
+    del out
+    return seconds
+
+
+def _run_with_profiler(run: Callable[[], Any], steps: int) -> torch.profiler.profile:
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    if torch.accelerator.is_available():
+        activities |= torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:  # without, torch 2.11 warns
+        for _ in range(steps):
+            run()
+    return profiler
+
+
+def _run_one_by_one(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Span, ...]:
+    """Run a step on copies of its arguments, one operation at a time, and return its operations."""
+    args_copy, kwargs_copy = _copy(args), _copy(kwargs)
+    _start_together()
+    with record_spans(__file__, _run_one_by_one.__name__) as results:
+        step(*args_copy, **kwargs_copy)
+    return tuple(results)
 
 
 def _check_profiled(step: Callable[..., Any], steps: int, warmup: int, trace: str | Path | None) -> None:
