@@ -57,7 +57,7 @@ def test_the_checks_of_make_gpu_pass_on_a_cpu(one_process):
 def test_a_wrong_number_is_a_failed_check(one_process, monkeypatch):
     monkeypatch.setattr(
         checks,
-        "expected",
+        "train_plainly",
         lambda c, dtype: checks.train(c._replace(batch=8), checks.Way(0, "eager"), one_process.mesh),
     )
     case = next(c for c in checks.cases(one_process) if c.name == "stage 0, eager, float32")
