@@ -3,6 +3,7 @@
 from fzero.tuning.search._best_first import Unplanned, search_by_bounds
 from fzero.tuning.search._configuration_planner import ConfigurationPlanner
 from fzero.tuning.search._plan_rows import plan_rows
+from fzero.tuning.search._plan_workers import open_pool
 from fzero.tuning.search._row_cache import PlanCache
 from fzero.tuning.search._search import Skipped, search_rows, sort_results
 
@@ -11,6 +12,7 @@ __all__ = [
     "PlanCache",
     "Skipped",
     "Unplanned",
+    "open_pool",
     "plan_rows",
     "search_by_bounds",
     "search_rows",
