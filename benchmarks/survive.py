@@ -78,7 +78,7 @@ from fzero import optim
 from fzero.checkpoint import _shared_memory
 torch.set_num_threads(1)
 mesh, every, rounds = fzero.mesh(dp=-1), int(sys.argv[1]), int(sys.argv[2])
-_shared_memory.host_name = lambda: f"host-{mesh.rank}"  # so that a copy is sent, though here over the loopback
+_shared_memory._host_name = lambda: f"host-{mesh.rank}"  # so that a copy is sent, though here over the loopback
 opt = optim.adamw(1e-3)
 
 def loss_fn(params, x):

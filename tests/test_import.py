@@ -1,7 +1,10 @@
 """What `import fzero` costs: it loads nothing that a step may never need, and Dynamo is told what it must know."""
 
+import ast
+import importlib
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import fzero
 from fzero._torch import on_import
 from tests.distributed.launch import ROOT
 from tests.helpers import cases
+from tests.sources import imports_of, python_files
 
 OF_TORCH = [
     "_dynamo",
@@ -116,3 +120,20 @@ from torch._inductor.utils import IndentedBuffer
 def test_inductor_is_imported_beside_a_first_trace(name):
     """Dynamo and Inductor import each other, so a trace and the thread must not begin at the two ends."""
     run(BESIDE.format(name=name))
+
+
+def test_imports_within_functions_and_scripts_find_their_names():
+    """A script in a string may run in a process whose errors nobody sees."""
+    pairs = {
+        (node.module, alias.name): path
+        for path in python_files("fzero", "tests", "benchmarks")
+        for node in imports_of(path)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fzero"
+        for alias in node.names
+    }
+    missing = [
+        f"{path.relative_to(ROOT)}: from {module} import {name}"
+        for (module, name), path in pairs.items()
+        if not hasattr(importlib.import_module(module), name) and not find_spec(f"{module}.{name}")
+    ]
+    assert missing == [] and len(pairs) > 1000

@@ -82,7 +82,8 @@ def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[s
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([x or os.getcwd() for x in sys.path])}
     processes = []
     for _ in range(min(count, _MOST_WORKERS)):
-        command = [sys.executable, "-c", f"from fzero.graph.run._workers import work; work({nice})"]
+        run = f"from {__name__} import {_compile_segments.__name__} as compile_segments; compile_segments({nice})"
+        command = [sys.executable, "-c", run]
         p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=_QUIET, stderr=_QUIET)
         threading.Thread(
             target=_send, args=(p, data), daemon=True
