@@ -6,8 +6,13 @@ __all__ = ["is_opt_state"]
 def is_opt_state(values: object) -> bool:
     """Return whether a value is the state of an optimizer of fzero, or of a chain with one.
 
-    Such a state is of a class of `fzero.optim` whose name ends with "State".
+    Such a state is a named tuple of a class of `fzero.optim` whose name ends with "State".
     """
-    kind = type(values)
-    is_own = kind.__module__.startswith("fzero.optim.") and kind.__name__.endswith("State")
-    return is_own or (type(values) is tuple and any(is_opt_state(x) for x in values))
+    if type(values) is tuple:
+        return any(is_opt_state(x) for x in values)
+    # Dynamo knows the module of no other class, such as dict
+    return isinstance(values, tuple) and _is_of_optim(type(values))
+
+
+def _is_of_optim(kind: type) -> bool:
+    return kind.__module__.startswith("fzero.optim.") and kind.__name__.endswith("State")

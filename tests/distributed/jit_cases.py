@@ -101,8 +101,8 @@ def what_one_rank_cannot_compile_no_rank_runs_compiled(mesh: fzero.ranks.Mesh) -
 @slow_case
 def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzero.ranks.Mesh) -> None:
     """Code for all lengths adds one here, so that copies of parameters would come to differ."""
-    files = ("_backends", "_segment_compiler", "_lengths", "_segment")
-    backends, compiler, lengths, segment = (importlib.import_module(f"fzero.graph.run.{name}") for name in files)
+    files = ("_backends", "_segment_compiler", "_lengths", "_template")
+    backends, compiler, lengths, template = (importlib.import_module(f"fzero.graph.run.{name}") for name in files)
 
     def for_lengths(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
         if mesh.rank == mesh.size - 1:
@@ -111,7 +111,7 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "inductor", lambda gm, stand_ins, made: lambda args: gm.forward(*args))
-        patch.setattr(segment, "inductor_for_lengths", for_lengths)
+        patch.setattr(template, "inductor_for_lengths", for_lengths)
         patch.setattr(lengths, "helpers", lambda cold: 0)
         patch.setattr(backends, "is_compiled", lambda code: True)
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)

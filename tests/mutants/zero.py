@@ -85,8 +85,12 @@ MUTANTS = [
         Fault("a block of other arguments is accepted", "_check_takes", skipped("A.bind(*B, **C)")),
     ),
     *File("optim/_states.py", ("tests/errors/test_layouts.py", "-k", "swapped")).faults(
-        Fault("a chain's state is taken for parameters", "is_opt_state", never("any(is_opt_state(A) for A in B)")),
-        Fault("a state of an optimizer is taken for parameters", "is_opt_state", bare("is_own or A")),
+        Fault(
+            "a chain's state is taken for parameters",
+            "is_opt_state",
+            becomes("any(is_opt_state(A) for A in B)", "False"),
+        ),
+        Fault("a state of an optimizer is taken for parameters", "is_opt_state", becomes("_is_of_optim(A)", "False")),
     ),
     *File("zero/_sharded_step.py", ("tests/optim/test_optim.py", "-k", "advises_leafwise")).faults(
         Fault(
