@@ -39,10 +39,10 @@ from fzero.optim._schedules import (
     warmup_cosine,
     warmup_linear,
 )
-from fzero.optim._states import is_opt_state
 from fzero.optim.checks import (
     check_has_method,
     has_role,
+    is_opt_state,
     mark_role,
     role_of,
     torch_equivalents,

@@ -52,7 +52,7 @@ MUTANTS = [
     *File("sharding/maps/_coded.py", CODED).faults(
         Fault(
             "a rank's index along several axes is that along the last",
-            "_run_on_part",
+            "_apply_row_to_part",
             becomes("index * a.size + a.rank", "a.rank"),
         ),
         Fault("scales are shared along one axis alone", "_largest_magnitudes", becomes("reversed(axes)", "axes[:1]")),

@@ -84,7 +84,7 @@ MUTANTS = [
     *File("parallel/pipeline/_model_checks.py", ("tests/errors/test_first_hour.py",)).faults(
         Fault("a block of other arguments is accepted", "_check_takes", skipped("A.bind(*B, **C)")),
     ),
-    *File("optim/_states.py", ("tests/errors/test_layouts.py", "-k", "swapped")).faults(
+    *File("optim/checks/_roles.py", ("tests/errors/test_layouts.py", "-k", "swapped")).faults(
         Fault(
             "a chain's state is taken for parameters",
             "is_opt_state",

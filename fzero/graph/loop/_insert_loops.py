@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fzero._torch import line_of
 from fzero.graph.ir import aten, copy_graph, describe, is_random, is_wait
 from fzero.graph.loop import _loop_marks
 from fzero.graph.loop._loop import Loop, LoopSlice, loop_of, new_loop_function
 from fzero.graph.loop._loop_marks import NotScannableError
-from fzero.graph.loop._pipeline_marks import MARK_PIPELINE
-from fzero.graph.loop._traced_pipeline import drop_shapes_only, loop_arguments, rank_schedule_at, rename_nodes
+from fzero.graph.loop._pipeline_marks import BEGIN_SHAPES_ONLY, END_SHAPES_ONLY, MARK_PIPELINE
+from fzero.graph.loop._rank_schedule import RankSchedule, rank_schedule_of
 
 __all__ = ["insert_loops"]
 
@@ -66,14 +67,14 @@ def insert_loops(graph: Graph) -> Graph:
         NotScannableError: if an iteration returns a value that is neither a sum nor a row, or if the next iteration
             would run other operations.
     """
-    drop_shapes_only(graph)
+    _drop_shapes_only(graph)
     for start in [n for n in graph.nodes if n.target is _ITERATION]:
-        if rank_schedule_at(start) is None:
+        if _rank_schedule_at(start) is None:
             _compare_runs(graph, _iteration_of(start))
         _hoist(graph, _iteration_of(start))
         _replace(graph, _iteration_of(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
-    return rename_nodes(graph) if has_pipeline else copy_graph(graph)
+    return _rename_nodes(graph) if has_pipeline else copy_graph(graph)
 
 
 def _iteration_of(start: Node) -> _TracedIteration:
@@ -179,7 +180,7 @@ def _replace(graph: Graph, iteration: _TracedIteration) -> None:
         sources = [n.args[0] for n in iteration.slices]
         node = graph.call_function(new_loop_function(), (*sources, *initial, *rest))
         results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
-        loop = Loop(body, count, slices, len(iteration.sums), rank_schedule=rank_schedule_at(iteration.start))
+        loop = Loop(body, count, slices, len(iteration.sums), rank_schedule=_rank_schedule_at(iteration.start))
         node.meta = {**iteration.start.meta, "val": tuple(results), "loop": loop}
         for i, n in enumerate([*[after for _, after in iteration.sums], *iteration.rows]):
             item = graph.call_function(operator.getitem, (node, i))
@@ -221,7 +222,7 @@ def _make_body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     marks, members = iteration.marks, {*iteration.nodes}
     operations = [n for n in iteration.nodes if n not in marks]
     results: list[Any] = [n.args[0] for n in [*[after for _, after in iteration.sums], *iteration.rows]]
-    for a in [*loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
+    for a in [*_loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
         if a not in copies and a not in members:
             copies[a] = _add_argument(body, a)
             rest.append(a)
@@ -231,3 +232,43 @@ def _make_body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     # torch keeps an unread wait, and so its collective, such as the gather of the embedding on a last stage
     body.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
     return body, rest
+
+
+def _drop_shapes_only(graph: Graph) -> None:
+    """Remove the regions that ran only for their shapes."""
+    while True:
+        nodes = list(graph.nodes)
+        begin = next((i for i, n in enumerate(nodes) if n.target is BEGIN_SHAPES_ONLY), None)
+        if begin is None:
+            return
+        end = next(i for i, n in enumerate(nodes) if i > begin and n.target is END_SHAPES_ONLY)
+        for n in reversed(nodes[begin : end + 1]):
+            if not n.users:
+                graph.erase_node(n)
+
+
+def _rank_schedule_at(start: Node) -> RankSchedule | None:
+    """Return the schedule of the pipeline's rank that an iteration belongs to; None for other loops."""
+    node = _pipeline_marker(start)
+    return None if node is None else rank_schedule_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
+
+
+def _loop_arguments(start: Node) -> list[Node]:
+    """List the nodes that are arguments of a pipeline's loop, whether or not its iterations read them."""
+    node = _pipeline_marker(start)
+    return [] if node is None else list(node.args[2])  # pyright: ignore[reportArgumentType]
+
+
+def _pipeline_marker(start: Node) -> Node | None:
+    return next((n for n in start.users if n.target is MARK_PIPELINE), None)
+
+
+def _rename_nodes(graph: Graph) -> Graph:
+    """Copy a graph and name its nodes anew, so that names are the same on all ranks of a pipeline."""
+    out = Graph()
+    copies = dict[Node, Node]()
+    for n in graph.nodes:
+        args, kwargs = (map_arg(x, copies.__getitem__) for x in (n.args, n.kwargs))  # pyright: ignore
+        copies[n] = out.create_node(n.op, n.target, args, kwargs, None if n.op == "call_function" else n.name)  # pyright: ignore
+        copies[n].meta = dict(n.meta)
+    return out

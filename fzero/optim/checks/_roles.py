@@ -15,7 +15,7 @@ import torch
 from fzero import tree
 from fzero._torch.levels import version_key
 
-__all__ = ["has_role", "mark_role", "mark_state", "role_of", "watch_roles"]
+__all__ = ["has_role", "is_opt_state", "mark_role", "mark_state", "role_of", "watch_roles"]
 
 _Role = Literal["gradients", "updates", "parameters", "state", "old state"]
 
@@ -71,3 +71,18 @@ def role_of(values: Any) -> _Role | None:
 def has_role(role: _Role) -> bool:
     """Return whether a tree of this role was noted."""
     return any(other == role for *_, other in (_marks() or {}).values())
+
+
+def is_opt_state(values: object) -> bool:
+    """Return whether a value is the state of an optimizer of fzero, or of a chain with one, by its class.
+
+    Such a state is a named tuple of `fzero.optim` whose name ends with "State".
+    """
+    if type(values) is tuple:
+        return any(is_opt_state(x) for x in values)
+    # only of a named tuple: Dynamo cannot read the module of a built-in class, such as dict
+    return isinstance(values, tuple) and _is_of_optim(type(values))
+
+
+def _is_of_optim(kind: type) -> bool:
+    return kind.__module__.startswith("fzero.optim.") and kind.__name__.endswith("State")

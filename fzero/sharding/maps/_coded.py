@@ -30,12 +30,12 @@ __all__ = ["coded_all_reduce", "coded_gather", "coded_reduce_scatter", "decode_s
 _Options = UnitOptions | UnitPartOptions | UnitSumOptions
 
 
-def _run_collective(name: str, axis: Axis, options: _Options, *xs: torch.Tensor) -> torch.Tensor:
+def _apply_row(name: str, axis: Axis, options: _Options, *xs: torch.Tensor) -> torch.Tensor:
     (y,) = apply(axis.token, name, axis.binding, options, *xs)
     return y
 
 
-def _run_on_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tensor) -> torch.Tensor:
+def _apply_row_to_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tensor) -> torch.Tensor:
     """Apply a row that depends on which part of a unit this rank has, and sends nothing."""
     first, *rest = axes
     ranks = math.prod([a.size for a in rest])
@@ -43,11 +43,9 @@ def _run_on_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tenso
         index = 0
         for a in rest:
             index = index * a.size + a.rank
-        return _run_collective(name, first, UnitPartOptions(spec_id, index, ranks), *xs)
+        return _apply_row(name, first, UnitPartOptions(spec_id, index, ranks), *xs)
     # under vmap an index is no number: compute what each rank would, and take this rank's
-    y = torch.cat(
-        [_run_collective(name, first, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1
-    )
+    y = torch.cat([_apply_row(name, first, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1)
     for a in rest:
         (y,) = apply(a.token, "own_part", a.binding, DimOptions(-1), y)
     return y
@@ -56,15 +54,15 @@ def _run_on_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tenso
 def _largest_magnitudes(spec_id: int, axes: Sequence[Axis], magnitudes: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitudes of a unit's blocks on all ranks, from each rank's."""
     for a in reversed(axes):
-        magnitudes = _run_collective("largest", a, UnitOptions(spec_id), magnitudes)
+        magnitudes = _apply_row("largest", a, UnitOptions(spec_id), magnitudes)
     return magnitudes
 
 
 def _encode_part(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payload of this rank's shard `[k]`, and the magnitudes that the ranks share."""
     x = shard.detach()
-    magnitudes = _largest_magnitudes(spec_id, axes, _run_on_part("own_magnitudes", spec_id, axes, x))
-    return _run_on_part("own_payload", spec_id, axes, x, magnitudes), magnitudes
+    magnitudes = _largest_magnitudes(spec_id, axes, _apply_row_to_part("own_magnitudes", spec_id, axes, x))
+    return _apply_row_to_part("own_payload", spec_id, axes, x, magnitudes), magnitudes
 
 
 def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Tensors:
@@ -75,9 +73,9 @@ def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Ten
     axes = axes or [NO_AXIS]
     payload, magnitudes = _encode_part(spec_id, axes, shard)
     for a in reversed(axes):
-        payload = _run_collective("gather_flat", a, UnitOptions(spec_id), payload)
+        payload = _apply_row("gather_flat", a, UnitOptions(spec_id), payload)
     of_all = UnitPartOptions(spec_id, 0, math.prod([a.size for a in axes[1:]]))
-    return view_leaves(spec_of(spec_id), _run_collective("decoded_unit", axes[0], of_all, payload, magnitudes))
+    return view_leaves(spec_of(spec_id), _apply_row("decoded_unit", axes[0], of_all, payload, magnitudes))
 
 
 def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,8 +84,8 @@ def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tu
     padding = padded_numel(spec, first.size) - spec.numel
     leading = leaves[0].ndim - len(spec.shapes[0])
     buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
-    magnitudes = _largest_magnitudes(spec_id, axes, _run_collective("unit_magnitudes", first, unit, buffer))
-    return _run_collective("unit_payload", first, unit, buffer, magnitudes), magnitudes
+    magnitudes = _largest_magnitudes(spec_id, axes, _apply_row("unit_magnitudes", first, unit, buffer))
+    return _apply_row("unit_payload", first, unit, buffer, magnitudes), magnitudes
 
 
 def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
@@ -97,19 +95,19 @@ def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) ->
     largest possible sum needs. So a gradient is rounded once.
     """
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
-    sums, ranks = _run_collective("sum_of_payloads", axes[0], UnitOptions(spec_id), payload), axes[0].size
+    sums, ranks = _apply_row("sum_of_payloads", axes[0], UnitOptions(spec_id), payload), axes[0].size
     for a in axes[1:]:
         sums = _scatter_sums(spec_id, a, ranks, sums)
         ranks *= a.size
-    return [to_gradient_dtype(spec_of(spec_id), _run_on_part("own_sum", spec_id, axes, sums, magnitudes))]
+    return [to_gradient_dtype(spec_of(spec_id), _apply_row_to_part("own_sum", spec_id, axes, sums, magnitudes))]
 
 
 def _scatter_sums(spec_id: int, axis: Axis, ranks: int, sums: torch.Tensor) -> torch.Tensor:
     """Return this rank's part `[k]` of the sum over an axis of sums of codes `[n k]`, each a sum over `ranks` ranks."""
     if codec_of(spec_of(spec_id), "reduce").code_kind.is_float:
-        return _run_collective("reduce_scatter_flat", axis, UnitOptions(spec_id), sums)
+        return _apply_row("reduce_scatter_flat", axis, UnitOptions(spec_id), sums)
     options = UnitSumOptions(spec_id, ranks)
-    return _run_collective("sum_of_sums", axis, options, _run_collective("part_bytes", axis, options, sums))
+    return _apply_row("sum_of_sums", axis, options, _apply_row("part_bytes", axis, options, sums))
 
 
 def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
@@ -120,11 +118,11 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
     spec, (first, *rest), unit = spec_of(spec_id), axes, UnitOptions(spec_id)
     in_sum = UnitSumOptions(spec_id, math.prod([a.size for a in axes]))
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
-    sums = _run_collective("sum_of_payloads", first, unit, payload)
+    sums = _apply_row("sum_of_payloads", first, unit, payload)
     for a in rest:
         (sums,) = apply(a.token, "psum", a.binding, NoOptions(), sums)
-    payload = _run_collective("gather_flat", first, unit, _run_collective("sum_bytes", first, in_sum, sums))
-    return view_leaves(spec, to_gradient_dtype(spec, _run_collective("unit_sum", first, in_sum, payload, magnitudes)))
+    payload = _apply_row("gather_flat", first, unit, _apply_row("sum_bytes", first, in_sum, sums))
+    return view_leaves(spec, to_gradient_dtype(spec, _apply_row("unit_sum", first, in_sum, payload, magnitudes)))
 
 
 def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,4 +148,4 @@ def decode_shard(spec_id: int, axes: Sequence[Axis], payload: torch.Tensor, magn
     codec = codec_of(spec, "reduce")
     (full,) = apply(axes[0].token, "all_gather", axes[0].binding, DimOptions(-1), magnitudes)
     codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, spec.shard_numel)
-    return _run_on_part("own_sum", spec_id, axes, codes, full.narrow(-1, 0, quantized_blocks(spec, codec)))
+    return _apply_row_to_part("own_sum", spec_id, axes, codes, full.narrow(-1, 0, quantized_blocks(spec, codec)))
