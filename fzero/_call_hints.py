@@ -45,6 +45,7 @@ _WORDS = {
     "init_value": ("start", "value"),
     "peak_value": ("peak",),
     "level": ("stage",),
+    "links": ("axis_bandwidths",),
     "mixed_precision": ("precision",),
     "mode": ("backend", "stage", "simulate"),
     "mp_policy": ("precision",),

@@ -16,12 +16,12 @@ from fzero.tuning import Machine
 __all__ = ["fit", "formula"]
 
 PEAK = {"a100_40gb": 312e12, "a100_80gb": 312e12, "h100_80gb": 989e12}
-START = {"product_flops": 0.75, "half_depth": 300.0, "attention_flops": 0.5, "network": 1e10}
+START = {"product_flops": 0.75, "half_depth": 300.0, "attention_flops": 0.5, "network_bandwidth": 1e10}
 LIMITS = {
     "product_flops": (0.3, 1.0),
     "half_depth": (1.0, 2000.0),
     "attention_flops": (0.05, 1.0),
-    "network": (1e9, 5e10),
+    "network_bandwidth": (1e9, 5e10),
 }
 FORWARD, BACKWARD, LOSS = 18, 34, 22  # numbers that unfused operations read and write, by token and width or class
 UPDATE = 250  # bytes that unfused operations of the update read and write, by parameter
@@ -31,13 +31,13 @@ def formula(run: Run, machine: Machine, c: Mapping[str, float]) -> float:
     """Return the seconds of a step of an MPT model by the terms of the cost model."""
     d, layers, vocab = run.shape.width, run.shape.depth, run.shape.vocab
     config, peak = run.config, PEAK[run.card]
-    tokens, n, memory = config.micro_batch * run.length, config.ranks, machine.device_memory
+    tokens, n, memory = config.micro_batch * run.length, config.ranks, machine.memory_bandwidth
 
     def product(m: int, k: int, o: int) -> float:
         tiles = math.ceil(m / 128) * math.ceil(o / 256)
         waves = math.ceil(tiles / machine.processors) * machine.processors
         rate = c["product_flops"] * peak * k / (k + c["half_depth"]) * m * o / (waves * 128 * 256)
-        return max(2 * m * k * o / rate, 2 * (m * k + k * o + m * o) / memory, machine.launch)
+        return max(2 * m * k * o / rate, 2 * (m * k + k * o + m * o) / memory, machine.launch_seconds)
 
     def both(m: int, k: int, o: int) -> float:
         return product(m, o, k) + product(k, m, o)
@@ -51,9 +51,13 @@ def formula(run: Run, machine: Machine, c: Mapping[str, float]) -> float:
     backward += forward - product(*shapes[-1]) - 3 * unfused if config.remat else 0.0
     head = product(tokens, d, vocab) + both(tokens, d, vocab) + LOSS * 2 * tokens * vocab / (2 * memory)
     machines = math.ceil(n / machine.ranks)
-    speed = machine.peers if machines == 1 else min(machine.peers, machine.ranks * c["network"])
-    hops = (min(n, machine.ranks) * machines - machines) * machine.hop + (machines - 1) * machine.network_hop
-    gather = 24 * d * d * (n - 1) / n / speed + machine.latency + hops if n > 1 else 0.0
+    speed = (
+        machine.link_bandwidth if machines == 1 else min(machine.link_bandwidth, machine.ranks * c["network_bandwidth"])
+    )
+    hops = (min(n, machine.ranks) * machines - machines) * machine.hop_seconds + (
+        machines - 1
+    ) * machine.network_hop_seconds
+    gather = 24 * d * d * (n - 1) / n / speed + machine.latency_seconds + hops if n > 1 else 0.0
     if config.stage == 3:
         micro = layers * (max(forward, gather) + max(backward, 2 * gather)) + 2 * gather
     else:

@@ -17,10 +17,10 @@ FOLDER = pathlib.Path(__file__).parent
 MIB, GIB = 2**20, 2**30
 # What a site's network reached is not a constant of a card: it is fitted beside the card's (`fit.py`).
 CARDS: dict[str, Machine] = {
-    "a100_40gb": replace(A100, network=2.4e9),
-    "a100_80gb": replace(A100_80GB, network=4.3e9),
+    "a100_40gb": replace(A100, network_bandwidth=2.4e9),
+    "a100_80gb": replace(A100_80GB, network_bandwidth=4.3e9),
     "h100_80gb": H100,
-    "h100-96gb-hbm2e": replace(H100, device_bytes=0.93 * 96e9, device_memory=0.78 * 2.4e12),
+    "h100-96gb-hbm2e": replace(H100, device_bytes=0.93 * 96e9, memory_bandwidth=0.78 * 2.4e12),
     "h200": H200,
     "unknown": replace(A100, device_bytes=0.93 * 80e9),
 }

@@ -7,7 +7,15 @@ from benchmarks.published.runs import runs
 
 __all__ = ["parts"]
 
-CONSTANTS = ("product_flops", "half_depth", "processors", "attention_flops", "device_memory", "peers", "network")
+CONSTANTS = (
+    "product_flops",
+    "half_depth",
+    "processors",
+    "attention_flops",
+    "memory_bandwidth",
+    "link_bandwidth",
+    "network_bandwidth",
+)
 
 
 def parts(

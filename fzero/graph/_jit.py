@@ -214,7 +214,7 @@ class Jitted:
         """
         mesh = self.options.step.mesh
         if hardware is not None and mesh is not None:
-            hardware = hardware._replace(axes=mesh.shape, groups=tuple(mesh.groups().items()))
+            hardware = hardware._replace(axes=mesh.shape, group_axes=tuple(mesh.groups().items()))
         plans = [(e.plan, e.best.graph) for e in self._entries.values()]
         if hardware is None:
             return [p for p, _ in plans]

@@ -119,7 +119,7 @@ _PLAN = {
         _option("--machine", f"of {', '.join(MACHINES)}, calibrated", type=_list_of(str), default=("h100",)),
         _option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_bytes),
         _option("--margin", "the share of --memory that plans do not count; 0.07 on a GPU", type=float),
-        _option("--links", "bytes a second of collectives along an axis", type=_links, metavar="dp=40GB"),
+        _option("--axis-bandwidths", "bytes a second of collectives along an axis", type=_links, metavar="dp=40GB"),
     ],
     "settings to try": [
         _option("--stages", "ZeRO stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3"),

@@ -86,7 +86,7 @@ def notes(table: "ConfigurationTable") -> list[str]:
             f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third confirms the line"
         )
     moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
-    unused = [axis for axis, _ in table.machine.links if axis not in moved]
+    unused = [axis for axis, _ in table.machine.axis_bandwidths if axis not in moved]
     lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
     if table.fitting and table.fitting[0].limits:
         lines.append(f"the best step is limited by {format_limits(table.fitting[0].limits)}")

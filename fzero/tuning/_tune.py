@@ -305,7 +305,7 @@ def tune(
     pp: Sequence[int] = (1,),
     cp: Sequence[int] = (1,),
     schedule: Sequence[str] = ("1f1b",),
-    links: Mapping[str, float] | None = None,
+    axis_bandwidths: Mapping[str, float] | None = None,
     depth: int | None = None,
     chunked_loss: bool = False,
     gather: str | None = None,
@@ -348,7 +348,7 @@ def tune(
             sharded over it too.
         schedule: names in the table of `fzero.parallel.schedules.schedule`, such as "1f1b" and "zb". "interleaved:4"
             has four stages on a rank, in place of the fewest that the schedule takes.
-        links: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
+        axis_bandwidths: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
             default they follow from the machine.
         depth: the number of blocks. With it, `make_step` must build `config.depth` blocks. Every second block may be of
             another kind. If all are alike, give `make_step` a true attribute `blocks_alike`: rows then take less time.
@@ -407,7 +407,7 @@ def tune(
         stage 3, micro-batch 8192 x 1, bfloat16
     """
     machine = machine_of(machine)
-    machine = replace(machine, links=tuple((links or {}).items()) or machine.links)
+    machine = replace(machine, axis_bandwidths=tuple((axis_bandwidths or {}).items()) or machine.axis_bandwidths)
     check_choice("chunked_loss", chunked_loss, (False, True))
     check_choice("compiled", compiled, (False, True))
     fixed = FixedSettings(

@@ -242,7 +242,7 @@ def _tune_by_options(
         pp=args.pp,
         cp=args.cp,
         schedule=args.schedule,
-        links=args.links,
+        axis_bandwidths=args.axis_bandwidths,
         depth=depth,
         chunked_loss=args.chunked_loss,
         gather=args.gather,

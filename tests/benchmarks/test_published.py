@@ -17,7 +17,7 @@ def constants(card: str) -> dict[str, float]:
         "product_flops": machine.product_flops / PEAK[card],
         "attention_flops": machine.attention_flops / PEAK[card],
     }
-    return {**shares, "half_depth": machine.half_depth, "network": machine.network}
+    return {**shares, "half_depth": machine.half_depth, "network_bandwidth": machine.network_bandwidth}
 
 
 def predicted(run: Run) -> float:

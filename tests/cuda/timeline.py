@@ -77,8 +77,8 @@ def _operation_seconds(f: Any, args: Any, kwargs: Any, out: Any, size: int, hard
     if packet in flop_formulas():
         flops = flop_formulas()[packet](*with_query_heads(packet, args), **kwargs, out_val=out)
         flops *= 0.5 if "attention" in packet.__name__ and any(x is True for x in args) else 1.0
-    slow = hardware.slow if any(x.element_size() > 2 for x in _tensors(args)[:1]) else 1.0
-    return max(flops * slow / hardware.flops, size / hardware.memory, hardware.launch)
+    slow = hardware.float32_slowdown if any(x.element_size() > 2 for x in _tensors(args)[:1]) else 1.0
+    return max(flops * slow / hardware.flops, size / hardware.memory_bandwidth, hardware.launch_seconds)
 
 
 def timeline(events: Sequence[Event], hardware: Hardware, ranks: int) -> Timeline:
@@ -119,7 +119,7 @@ def _collective_seconds(e: Event, hardware: Hardware, ranks: int) -> float:
     total = e.bytes * (1 if kind == "all_reduce" else ranks)
     route = _route_of(("dp",), (("dp", ranks),), hardware.ranks_per_machine)
     return (
-        hardware.latency
+        hardware.latency_seconds
         + _latency_seconds(kind, route, hardware)
         + _transfer_seconds(kind, total, route, hardware, 0.0)
     )

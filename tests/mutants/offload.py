@@ -262,13 +262,13 @@ MUTANTS = [
         Fault(
             "each operation of a fused kernel is launched",
             "_Kernels.work_of",
-            becomes("Work(0.0, A, 0.0)", "Work(0.0, moved / self._hardware.memory, work.launch)"),
+            becomes("Work(0.0, A, 0.0)", "Work(0.0, moved / self._hardware.memory_bandwidth, work.launch_seconds)"),
         ),
     ),
     *File("graph/planning/_cost.py", COST).faults(
-        Fault("products of float8 take the time of half precision", "_compute_seconds", bare("A / B.float8")),
+        Fault("products of float8 take the time of half precision", "_compute_seconds", bare("A / B.float8_speedup")),
         Fault("products of float8 have one rate in any shape", "_PRODUCTS", dropped("A._scaled_mm: 0")),
-        Fault("all operations count as bound by products", "Work.limit", always("A.seconds == A.products")),
+        Fault("all operations count as bound by products", "Work.limit", always("A.seconds == A.product_seconds")),
     ),
     *File("transforms/_remat_runs.py", REMAT).faults(
         Fault("remat's offload moves parameters to the host", "_copy_to_host", dropped("not A[B].is_leaf")),

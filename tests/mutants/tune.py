@@ -187,13 +187,17 @@ MUTANTS = [
     ),
     *File("tuning/machines/_machine.py", TUNE).faults(
         Fault("each device counts the whole host's memory speed", "Machine.as_hardware", bare("A / self.B")),
-        Fault("the machine's own host link is ignored", "Machine.as_hardware", becomes("self.link", "50000000000.0")),
+        Fault(
+            "the machine's own host link is ignored",
+            "Machine.as_hardware",
+            becomes("self.host_link_bandwidth", "50000000000.0"),
+        ),
         Fault(
             "a constant that the user changes keeps its old source",
             "Machine.constants",
             (becomes("A.get", "dict([(n, s) for n, _, s in self.sources]).get"), bare("(A, B)", at="4 of 5")),
         ),
-        Fault("links= is ignored", "Machine.as_hardware", dropped("links=self.links")),
+        Fault("axis_bandwidths= is ignored", "Machine.as_hardware", dropped("axis_bandwidths=self.axis_bandwidths")),
     ),
     *File("tuning/machines/_named_machines.py", TUNE).faults(
         Fault(
@@ -213,7 +217,9 @@ MUTANTS = [
     ),
     *File("graph/planning/_collective_seconds.py", LINKS).faults(
         Fault("the network is as fast as the machine's links", "_transfer_seconds", always("A == 1")),
-        Fault("the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link, C * A)")),
+        Fault(
+            "the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link_bandwidth, C * A)")
+        ),
         Fault("latency ignores the number of machines", "_latency_seconds", returns("0", at="2 of 3")),
         Fault("the first axis changes fastest", "_route_of", bare("reversed(A)")),
         Fault("the latency of an all_reduce is counted once, not twice", "_latency_seconds", bare("2 * A")),
@@ -221,12 +227,12 @@ MUTANTS = [
         Fault(
             "the time of all_to_all leaves out the network's speed",
             "_transfer_seconds",
-            becomes("A / B.network", "A / local_ranks"),
+            becomes("A / B.network_bandwidth", "A / local_ranks"),
         ),
         Fault("a link of another axis is used", "collective_seconds", dropped("A in B")),
     ),
     *File("graph/planning/_cost.py", LINKS).faults(
-        Fault("float32 is as fast as half", "_compute_seconds", skipped("A *= B.slow"), TUNE),
+        Fault("float32 is as fast as half", "_compute_seconds", skipped("A *= B.float32_slowdown"), TUNE),
         Fault("a product reaches its rate at any depth", "_product_rate", becomes("A + B.half_depth", "A"), COST),
         Fault(
             "the last wave of tiles counts as full",

@@ -36,7 +36,7 @@ MUTANTS = [
         Fault(
             "each rank counts the whole host's memory speed",
             "OffloadCosts.chain_seconds",
-            becomes("A.host_memory / A.B", "A.host_memory"),
+            becomes("A.host_memory_bandwidth / A.B", "A.host_memory_bandwidth"),
         ),
         Fault(
             "the parts of the offload chain do not overlap",
@@ -47,7 +47,7 @@ MUTANTS = [
         Fault(
             "copies to and from the host share one link",
             "OffloadCosts.chain_seconds",
-            becomes("max(A.B / C.link, D)", "max(2 * A.B / C.link, D)"),
+            becomes("max(A.B / C.host_link_bandwidth, D)", "max(2 * A.B / C.host_link_bandwidth, D)"),
         ),
         Fault("the device updates the host's part too", "OffloadCosts.seconds", always("A == 'device'")),
         Fault("the host's update starts before the first gradient", "OffloadCosts.seconds", bare("A + first_unit")),

@@ -176,14 +176,17 @@ def test_updates_on_the_host_take_the_time_of_its_memory_and_link():
     usual, there = row(1.0), row(0.0)
     state = there.device_bytes["optimizer state"]
     assert usual.device_bytes.get("optimizer state", 0) < 0.1 * state and usual.host_bytes >= state
-    slow = H100.host_memory / 1000
-    longer = row(1.0, host_memory=slow).seconds - row(1.0, host_memory=2 * slow).seconds
+    slow = H100.host_memory_bandwidth / 1000
+    longer = row(1.0, host_memory_bandwidth=slow).seconds - row(1.0, host_memory_bandwidth=2 * slow).seconds
     # a share of the host reads and writes at least the state, which takes as much longer as it is slower
     assert longer >= 2 * state / (2 * slow / H100.ranks) > 10 * usual.seconds
-    fewer = row(1.0, host_memory=slow / 2, ranks=4).seconds  # half of the devices share half of the memory
-    assert fewer == pytest.approx(row(1.0, host_memory=slow).seconds, rel=0.01)
-    assert row(1.0, link=H100.link / 1000).seconds > 2 * usual.seconds
-    assert row(0.0, host_memory=slow, link=H100.link / 1000).seconds == there.seconds
+    fewer = row(1.0, host_memory_bandwidth=slow / 2, ranks=4).seconds  # half of the devices share half of the memory
+    assert fewer == pytest.approx(row(1.0, host_memory_bandwidth=slow).seconds, rel=0.01)
+    assert row(1.0, host_link_bandwidth=H100.host_link_bandwidth / 1000).seconds > 2 * usual.seconds
+    assert (
+        row(0.0, host_memory_bandwidth=slow, host_link_bandwidth=H100.host_link_bandwidth / 1000).seconds
+        == there.seconds
+    )
 
 
 def test_a_card_keeps_a_margin_and_a_machine_its_own():
@@ -234,8 +237,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no depth": ({"depth": 0}, ValueError, r"depth=0: expected an int"),
     "no memory": ({"memory": "80GB"}, ValueError, r"memory='80GB': expected a number of bytes above 0"),
     "all margin": ({"margin": 1}, ValueError, r"margin=1: expected a share"),
-    "a link of no axis": ({"links": {3: 1e9}}, ValueError, r"links=\{3: 1000000000.0\}: expected bytes a second"),
-    "a link of no speed": ({"links": {"dp": 0}}, ValueError, r"links=\{'dp': 0\}: expected bytes a second"),
+    "a link of no axis": (
+        {"axis_bandwidths": {3: 1e9}},
+        ValueError,
+        r"axis_bandwidths=\{3: 1000000000.0\}: expected bytes a second",
+    ),
+    "a link of no speed": (
+        {"axis_bandwidths": {"dp": 0}},
+        ValueError,
+        r"axis_bandwidths=\{'dp': 0\}: expected bytes a second",
+    ),
     "no workers": ({"workers": 0}, ValueError, r"workers=0: expected an int"),
     "no function": ({"make_step": 3}, TypeError, r"make_step=3: expected a function \(configuration\)"),
     "no step": (
@@ -314,7 +325,7 @@ def test_links_are_given_by_axis():
     asked = {**SPACE, "memory": 1e12, "stages": (2,), "remat": (False,), "micro_batches": (64,)}
     rows = {}
     for name, links in {"none": None, "slow": {"dp": 1e6}, "other": {"tp": 1e6}}.items():
-        table = fzero.tune(make_step, **asked, links=links)
+        table = fzero.tune(make_step, **asked, axis_bandwidths=links)
         rows[name] = table.rows[0]
         assert ("no collective runs along tp" in str(table)) == (name == "other")
         assert ("collectives along dp 0.001 GB/s (as given)" in str(table).replace("\n", " ")) == (name == "slow")
@@ -347,7 +358,7 @@ def test_float32_products_take_longer_in_the_cost_model():
         Configuration(1, 8, 8, precision="float32", ranks=4),
         H100.as_hardware()._replace(flops=1e9, product_flops=0.0),
     )
-    slow, fast = (fzero.plan(*make_step(config), hardware=at._replace(slow=slow)) for slow in (2.0, 1.0))
+    slow, fast = (fzero.plan(*make_step(config), hardware=at._replace(float32_slowdown=slow)) for slow in (2.0, 1.0))
     assert slow.seconds == pytest.approx(2 * fast.seconds, rel=0.01)
-    half = fzero.plan(*make_step(replace(config, precision="bfloat16")), hardware=at._replace(slow=2.0))
+    half = fzero.plan(*make_step(replace(config, precision="bfloat16")), hardware=at._replace(float32_slowdown=2.0))
     assert half.seconds == pytest.approx(fast.seconds, rel=0.01)

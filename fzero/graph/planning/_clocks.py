@@ -36,12 +36,13 @@ __all__ = ["LIMITS", "Interval", "estimate_seconds", "seconds_by_bound", "timeli
 def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool = False) -> float:
     """Estimate the seconds of a graph, with one clock for the device's work, one for collectives and one for the host.
 
-    Work takes `max(flops / hardware.flops, bytes / hardware.memory)` seconds, at least `hardware.launch`. A collective
-    starts after the collectives before it, and takes `collective_seconds`. Work stops at a wait until the collective
-    has ended.
+    Work takes `max(flops / hardware.flops, bytes / hardware.memory_bandwidth)` seconds, at least
+    `hardware.launch_seconds`. A collective starts after the collectives before it, and takes `collective_seconds`. Work
+    stops at a wait until the collective has ended.
 
-    A copy of b bytes between device and host takes `b / host_link` seconds of the device's time, since copies are in
-    the order of its work. The host computes at `hardware.host` bytes per second, as soon as its operands have arrived.
+    A copy of b bytes between device and host takes `b / host_link_bandwidth` seconds of the device's time, since copies
+    are in the order of its work. The host computes at `hardware.host_memory_bandwidth` bytes per second, as soon as its
+    operands have arrived.
 
     Args:
         graph: a step, or the body of a loop.
@@ -120,9 +121,11 @@ class _Clocks:
         self.intervals = intervals
         self._body_hardware = hardware  # a loop's body is estimated as the graph is: None finds its own hardware
         self._hardware = _common_hardware(graph) if hardware is None else hardware
-        self._excluded: Collection[Node] = () if hardware is None or self._hardware.host else _host_work(graph)
+        self._excluded: Collection[Node] = (
+            () if hardware is None or self._hardware.host_memory_bandwidth else _host_work(graph)
+        )
         self._kernels = _Kernels(graph, self._hardware)
-        self.host = _HostClock(on_host(graph.nodes) if self._hardware.host else set())
+        self.host = _HostClock(on_host(graph.nodes) if self._hardware.host_memory_bandwidth else set())
         self.work, self.wires = 0.0, 0.0
         self.ends: dict[Node, float] = {}
 
@@ -136,7 +139,7 @@ class _Clocks:
             self._run_loop(loop)
         elif is_wait(node):
             self._wait_until(self.ends.get(start_of(node), 0.0))
-        elif self._hardware.host and is_move(node):
+        elif self._hardware.host_memory_bandwidth and is_move(node):
             self._move(node)
         elif node in self.host.nodes:
             seconds = _host_seconds(node, self._hardware)
@@ -195,7 +198,7 @@ class _Clocks:
         return first + (loop.iterations - 1) * iteration
 
     def _move(self, node: Node) -> None:
-        arrival, seconds = self.host.arrival(node), nbytes(*stand_ins_of(node)) / self._hardware.host_link
+        arrival, seconds = self.host.arrival(node), nbytes(*stand_ins_of(node)) / self._hardware.host_link_bandwidth
         if arrival > self.work:
             self.note("compute", self.work, arrival - self.work, "wait", "host")
             self.work = arrival
@@ -229,8 +232,8 @@ class _Kernels:
                 read.add(x)
         if node in self._unstored:
             self._of[node] = read
-            return Work(0.0, moved / self._hardware.memory, 0.0)
-        return Work(0.0, (moved + nbytes(*stand_ins_of(node))) / self._hardware.memory, work.launch)
+            return Work(0.0, moved / self._hardware.memory_bandwidth, 0.0)
+        return Work(0.0, (moved + nbytes(*stand_ins_of(node))) / self._hardware.memory_bandwidth, work.launch_seconds)
 
 
 def _viewed_value(node: Node) -> Node:
@@ -275,7 +278,9 @@ class _HostClock:
 
 def _host_seconds(node: Node, hardware: Hardware) -> float:
     """Estimate the seconds of one operation of the host."""
-    return max(nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / hardware.host, hardware.launch)
+    return max(
+        nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / hardware.host_memory_bandwidth, hardware.launch_seconds
+    )
 
 
 def _host_work(graph: Graph) -> set[Node]:

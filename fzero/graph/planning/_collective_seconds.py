@@ -55,8 +55,8 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
 
     An all_gather and a reduce_scatter are rings of n - 1 steps, m - 1 of them between machines. They take
     `latency + (n - m) hop + (m - 1) network_hop + b (n - 1) / n / speed`. An all_reduce is two of these, or a tree
-    through the machines if its latency is lower. Within a machine `speed` is `link`. Between machines it is at most
-    `network` times the number of the group's ranks on a machine, since each rank has its own network link.
+    through the machines if its latency is lower. Within a machine `speed` is `link_bandwidth`. Between machines it is
+    at most `network_bandwidth` times the number of the group's ranks on a machine, since each rank has its own link.
 
     In an all_to_all each rank sends a part to every other rank, over its own network link alone.
 
@@ -64,20 +64,20 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
         The numbers of steps are those by which NCCL chooses an algorithm, in `src/graph/tuning.cc`.
     """
     total, kind = full_bytes(node), collective_kind(node)
-    names = tuple([x for x in collective_axes(node, dict(hardware.groups)).split(",") if x])
+    names = tuple([x for x in collective_axes(node, dict(hardware.group_axes)).split(",") if x])
     is_known = bool(names) and {*names} <= {name for name, _ in hardware.axes}
     if not is_known:
         n = group_size(node)
         ring = (n - 1) / n
         share = {"all_gather": ring, "reduce_scatter": ring, "all_reduce": 2}.get(kind, 1)
-        speed = hardware.link if n <= hardware.ranks_per_machine else hardware.network
-        return hardware.latency + total * share / speed
+        speed = hardware.link_bandwidth if n <= hardware.ranks_per_machine else hardware.network_bandwidth
+        return hardware.latency_seconds + total * share / speed
     route = _route_of(names, hardware.axes, hardware.ranks_per_machine)
     if route.ranks == 1:
-        return hardware.latency
-    limit = min([speed for name, speed in hardware.links if name in names], default=0.0)
+        return hardware.latency_seconds
+    limit = min([speed for name, speed in hardware.axis_bandwidths if name in names], default=0.0)
     return (
-        hardware.latency
+        hardware.latency_seconds
         + _latency_seconds(kind, route, hardware)
         + _transfer_seconds(kind, total, route, hardware, limit)
     )
@@ -86,7 +86,7 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
 def transfer_seconds(kind: str, total: float, axes: tuple[str, ...], hardware: Hardware) -> float:
     """Return the seconds that the bytes of a collective over some axes of the mesh take, without any latency."""
     route = _route_of(axes, hardware.axes, hardware.ranks_per_machine)
-    limit = min([speed for name, speed in hardware.links if name in axes], default=0.0)
+    limit = min([speed for name, speed in hardware.axis_bandwidths if name in axes], default=0.0)
     return 0.0 if route.ranks == 1 else _transfer_seconds(kind, total, route, hardware, limit)
 
 
@@ -94,19 +94,25 @@ def message_seconds(size: int, axis: str, hardware: Hardware) -> float:
     """Estimate the seconds of a message of `size` bytes to the next rank along an axis, over the slowest link there."""
     is_known = axis in dict(hardware.axes)
     crosses_machines = is_known and _route_of((axis,), hardware.axes, hardware.ranks_per_machine).machines > 1
-    speed = dict(hardware.links).get(axis) or (hardware.network if crosses_machines else hardware.link)
-    return hardware.latency + (hardware.network_hop if crosses_machines else hardware.hop) + size / speed
+    speed = dict(hardware.axis_bandwidths).get(axis) or (
+        hardware.network_bandwidth if crosses_machines else hardware.link_bandwidth
+    )
+    return (
+        hardware.latency_seconds
+        + (hardware.network_hop_seconds if crosses_machines else hardware.hop_seconds)
+        + size / speed
+    )
 
 
 def _latency_seconds(kind: str, route: _Route, hardware: Hardware) -> float:
     """Return the part of a collective's latency that grows with the number of ranks, in seconds."""
     n, _, m = route
     if kind == "all_to_all":  # all messages are sent at the same time
-        return hardware.network_hop if m > 1 else hardware.hop
-    ring = (n - m) * hardware.hop + (m - 1) * hardware.network_hop
+        return hardware.network_hop_seconds if m > 1 else hardware.hop_seconds
+    ring = (n - m) * hardware.hop_seconds + (m - 1) * hardware.network_hop_seconds
     if kind != "all_reduce":
         return ring
-    return 2 * min(ring, (n / m - 1) * hardware.hop + math.ceil(math.log2(m)) * hardware.network_hop)
+    return 2 * min(ring, (n / m - 1) * hardware.hop_seconds + math.ceil(math.log2(m)) * hardware.network_hop_seconds)
 
 
 def _transfer_seconds(kind: str, total: float, route: _Route, hardware: Hardware, limit: float) -> float:
@@ -116,7 +122,9 @@ def _transfer_seconds(kind: str, total: float, route: _Route, hardware: Hardware
         within, beyond = total * (local_ranks - 1) / n, total * (n - local_ranks) / n
         if limit:
             return (within + beyond) / limit
-        return max(within / hardware.link, beyond / hardware.network)
-    speed = limit or (hardware.link if m == 1 else min(hardware.link, local_ranks * hardware.network))
+        return max(within / hardware.link_bandwidth, beyond / hardware.network_bandwidth)
+    speed = limit or (
+        hardware.link_bandwidth if m == 1 else min(hardware.link_bandwidth, local_ranks * hardware.network_bandwidth)
+    )
     times = {"all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_reduce": 2 * (n - 1) / n}
     return total * times.get(kind, 1.0) / speed

@@ -15,14 +15,14 @@ class Work(NamedTuple):
     """The seconds that one operation takes by each of its limits. The largest decides.
 
     Attributes:
-        products: by the rate of matrix products.
-        memory: by the bandwidth of memory.
-        launch: by the launch of its kernel.
+        product_seconds: by the rate of matrix products.
+        memory_seconds: by the bandwidth of memory.
+        launch_seconds: by the launch of its kernel.
     """
 
-    products: float
-    memory: float
-    launch: float
+    product_seconds: float
+    memory_seconds: float
+    launch_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -32,24 +32,24 @@ class Work(NamedTuple):
     @property
     def limit(self) -> str:
         """What bounds the operation: "products", "memory" or "launches"."""
-        if self.seconds == self.products:
+        if self.seconds == self.product_seconds:
             return "products"
-        return "memory" if self.seconds == self.memory else "launches"
+        return "memory" if self.seconds == self.memory_seconds else "launches"
 
 
 def work_of(node: Node, hardware: Hardware) -> Work:
     """Estimate the seconds of one operation that is not a collective, and a kernel of its own."""
     moved = nbytes(*stand_ins_of(node), *stand_ins_of_args(node))
-    return Work(_compute_seconds(node, hardware), moved / hardware.memory, hardware.launch)
+    return Work(_compute_seconds(node, hardware), moved / hardware.memory_bandwidth, hardware.launch_seconds)
 
 
 def _compute_seconds(node: Node, hardware: Hardware) -> float:
     count = flops(node)
     operands = stand_ins_of_args(node)
     compute = count / _rate(node, hardware) if count else 0.0
-    if compute and hardware.slow != 1.0 and operands and operands[0].element_size() > 2:
-        compute *= hardware.slow
-    return compute / hardware.float8 if _packet(node) is aten._scaled_mm else compute
+    if compute and hardware.float32_slowdown != 1.0 and operands and operands[0].element_size() > 2:
+        compute *= hardware.float32_slowdown
+    return compute / hardware.float8_speedup if _packet(node) is aten._scaled_mm else compute
 
 
 _TILE = (128, 256)  # rows and columns of a result that one processor computes at a time

@@ -33,15 +33,15 @@ class _Links(NamedTuple):
     """The constants of the links between ranks.
 
     Attributes:
-        speed: bytes a second.
-        latency: seconds of a collective, without the steps of its ring.
-        hop: seconds of one step of the ring.
+        bandwidth: bytes a second.
+        latency_seconds: seconds of a collective, without the steps of its ring.
+        hop_seconds: seconds of one step of the ring.
         ranks: how many ranks were measured.
     """
 
-    speed: float
-    latency: float
-    hop: float
+    bandwidth: float
+    latency_seconds: float
+    hop_seconds: float
     ranks: int
 
 
@@ -83,9 +83,9 @@ def calibrate(seconds: float = 5.0) -> Machine:
     float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
     constants = {
         "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
-        "slow": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
-        "device_memory": (copy := _slowest(copy_speed(device, budget)), "measured: a copy"),
-        "launch": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
+        "float32_slowdown": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
+        "memory_bandwidth": (copy := _slowest(copy_speed(device, budget)), "measured: a copy"),
+        "launch_seconds": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
     constants |= _measure_host(device, copy, local_ranks, budget)
@@ -110,11 +110,13 @@ def _measure_host(device: torch.device, copy: float, local_ranks: int, budget: f
     """Measure the host's memory, and the copies between host and device."""
     if device.type == "cpu":
         link = (copy, "measured: a copy within host memory")
-        return {"link": link, "host_memory": (copy * local_ranks, "measured: a copy, by all ranks of this machine")}
+        host = (copy * local_ranks, "measured: a copy, by all ranks of this machine")
+        return {"host_link_bandwidth": link, "host_memory_bandwidth": host}
     share = _slowest(copy_speed(torch.device("cpu"), budget)) * local_ranks
+    link = _slowest(bytes_to_host(device, budget))
     return {
-        "link": (_slowest(bytes_to_host(device, budget)), "measured: pinned memory, the slower direction"),
-        "host_memory": (share, "measured: a copy on the host, by all ranks of this machine"),
+        "host_link_bandwidth": (link, "measured: pinned memory, the slower direction"),
+        "host_memory_bandwidth": (share, "measured: a copy on the host, by all ranks of this machine"),
     }
 
 
@@ -129,8 +131,8 @@ def _measure_links(device: torch.device, local_ranks: int, size: int) -> dict[st
             groups[dist.get_rank() // local_ranks], dist.get_rank() // local_ranks * local_ranks, 1, local_ranks, device
         )
         source = f"measured: all_gather of {local_ranks} ranks of this machine"
-        constants |= {"peers": (links.speed, source), "latency": (links.latency, source)}
-        constants |= {"hop": (links.hop, "measured: half a round trip of a message")}
+        constants |= {"link_bandwidth": (links.bandwidth, source), "latency_seconds": (links.latency_seconds, source)}
+        constants |= {"hop_seconds": (links.hop_seconds, "measured: half a round trip of a message")}
     if size > local_ranks:
         groups = [dist.new_group([*range(k, size, local_ranks)]) for k in range(local_ranks)]
         links = _measure_group(
@@ -142,10 +144,10 @@ def _measure_links(device: torch.device, local_ranks: int, size: int) -> dict[st
         )
         source = f"measured: all_gather of {size // local_ranks} ranks, one of each machine"
         constants |= {
-            "network": (links.speed, source),
-            "network_hop": (links.hop, "measured: half a round trip of a message"),
+            "network_bandwidth": (links.bandwidth, source),
+            "network_hop_seconds": (links.hop_seconds, "measured: half a round trip of a message"),
         }
-        constants |= {} if local_ranks > 1 else {"latency": (links.latency, source)}
+        constants |= {} if local_ranks > 1 else {"latency_seconds": (links.latency_seconds, source)}
     return constants
 
 
@@ -186,7 +188,7 @@ def _make_machine(device: torch.device, constants: dict[str, tuple[float, str]])
         name, memory = properties.name, properties.total_memory
     name = f"{local_ranks} x {name}" if is_accelerator(device) else name
     constants |= {"device_bytes": (_USABLE * memory, f"{_USABLE:.0%} of {memory / 1e9:,.0f} GB")}
-    constants |= {"host_copies": constants["host_memory"]}
+    constants |= {"host_copy_bandwidth": constants["host_memory_bandwidth"]}
     missing = {name for name, _, _ in base.sources} - {*constants}
     sources = [(name, value, source) for name, (value, source) in constants.items()]
     sources += [

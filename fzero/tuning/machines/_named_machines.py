@@ -25,31 +25,32 @@ def _make_machine(name: str, kind: str = "cuda", **constants: tuple[Any, str]) -
     return Machine(name, **values, kind=kind, source=f"assumed: {', '.join(texts)}", sources=sources)
 
 
-_SUMMARY = ("flops", "device_bytes", "device_memory", "link", "host_memory")  # the constants that offload depends on
+# the constants that offload depends on
+_SUMMARY = ("flops", "device_bytes", "memory_bandwidth", "host_link_bandwidth", "host_memory_bandwidth")
 
 _NVIDIA: dict[str, Any] = {  # constants that do not depend on the card
-    "latency": (2e-5, f"8.4 us in {_NCCL}, and the launch of a kernel on each rank"),
-    "hop": (3.4e-6, f"{_NCCL}: a ring over NVLink"),
-    "network_hop": (9.6e-6, f"{_NCCL}: a ring over a network"),
-    "launch": (4e-6, "the launch of a kernel"),
-    "slow": (2.0, "TF32 has half the rate"),
+    "latency_seconds": (2e-5, f"8.4 us in {_NCCL}, and the launch of a kernel on each rank"),
+    "hop_seconds": (3.4e-6, f"{_NCCL}: a ring over NVLink"),
+    "network_hop_seconds": (9.6e-6, f"{_NCCL}: a ring over a network"),
+    "launch_seconds": (4e-6, "the launch of a kernel"),
+    "float32_slowdown": (2.0, "TF32 has half the rate"),
 }
 _FITTED = "fitted to half of the published runs: benchmarks/published.md"
 _AMPERE: dict[str, Any] = {  # constants of both A100
     "flops": (140e12, "45% of 312 TFLOP/s"),
-    "link": (22e9, "70% of PCIe 4 x16"),
-    "host_memory": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
-    "host_copies": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
+    "host_link_bandwidth": (22e9, "70% of PCIe 4 x16"),
+    "host_memory_bandwidth": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
+    "host_copy_bandwidth": (300e9, "73% of 2 x 8 channels of DDR4-3200"),
     "ranks": (8, "a DGX"),
-    "peers": (230e9, f"98% of 235 GB/s, the most in {_NCCL}"),
-    "network": (20e9, "80% of a port of 200 Gb/s for each device"),
+    "link_bandwidth": (230e9, f"98% of 235 GB/s, the most in {_NCCL}"),
+    "network_bandwidth": (20e9, "80% of a port of 200 Gb/s for each device"),
     "processors": (108, "the data sheet"),
     **_NVIDIA,
 }
 A100 = _make_machine(
     "8 x A100 40 GB",
     device_bytes=(0.93 * 40e9, "93% of 40 GB"),
-    device_memory=(1.3e12, "84% of 1,555 GB/s"),
+    memory_bandwidth=(1.3e12, "84% of 1,555 GB/s"),
     product_flops=(217e12, _FITTED),
     attention_flops=(194e12, _FITTED),
     **_AMPERE,
@@ -57,7 +58,7 @@ A100 = _make_machine(
 A100_80GB = _make_machine(
     "8 x A100 80 GB",
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
-    device_memory=(1.71e12, "84% of 2,039 GB/s"),
+    memory_bandwidth=(1.71e12, "84% of 2,039 GB/s"),
     product_flops=(236e12, _FITTED),
     attention_flops=(202e12, _FITTED),
     **_AMPERE,
@@ -69,15 +70,15 @@ H100 = _make_machine(
     processors=(132, "the data sheet"),
     attention_flops=(378e12, _FITTED),
     flops=(400e12, "40% of 989 TFLOP/s"),
-    float8=(2.0, "the data sheet, 1,979 of 989 TFLOP/s; measured by nobody here"),
+    float8_speedup=(2.0, "the data sheet, 1,979 of 989 TFLOP/s; measured by nobody here"),
     device_bytes=(0.93 * 80e9, "93% of 80 GB"),
-    device_memory=(2.6e12, "78% of 3,350 GB/s"),
-    link=(50e9, "79% of PCIe 5 x16"),
-    host_memory=(480e9, "78% of 2 x 8 channels of DDR5-4800"),
-    host_copies=(480e9, "78% of 2 x 8 channels of DDR5-4800"),
+    memory_bandwidth=(2.6e12, "78% of 3,350 GB/s"),
+    host_link_bandwidth=(50e9, "79% of PCIe 5 x16"),
+    host_memory_bandwidth=(480e9, "78% of 2 x 8 channels of DDR5-4800"),
+    host_copy_bandwidth=(480e9, "78% of 2 x 8 channels of DDR5-4800"),
     ranks=(8, "a DGX"),
-    peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
-    network=(40e9, "80% of a port of 400 Gb/s for each device"),
+    link_bandwidth=(300e9, "67% of NVLink 4's 450 GB/s each way"),
+    network_bandwidth=(40e9, "80% of a port of 400 Gb/s for each device"),
     **_NVIDIA,
 )
 H200 = _make_machine(
@@ -86,16 +87,16 @@ H200 = _make_machine(
     half_depth=(438.0, "as the H100's"),
     processors=(132, "the data sheet"),
     attention_flops=(378e12, "as the H100's"),
-    float8=(2.0, "as the H100's"),
+    float8_speedup=(2.0, "as the H100's"),
     flops=(500e12, "51% of 989 TFLOP/s"),
     device_bytes=(0.93 * 141e9, "93% of 141 GB"),
-    device_memory=(4.0e12, "83% of 4,800 GB/s"),
-    link=(50e9, "79% of PCIe 5 x16"),
-    host_memory=(80e9, "5 GB/s a core"),
-    host_copies=(200e9, "40% of 2 x 8 channels of DDR5-4800"),
+    memory_bandwidth=(4.0e12, "83% of 4,800 GB/s"),
+    host_link_bandwidth=(50e9, "79% of PCIe 5 x16"),
+    host_memory_bandwidth=(80e9, "5 GB/s a core"),
+    host_copy_bandwidth=(200e9, "40% of 2 x 8 channels of DDR5-4800"),
     ranks=(1, "a single rented device"),
-    peers=(300e9, "67% of NVLink 4's 450 GB/s each way"),
-    network=(40e9, "80% of a port of 400 Gb/s for each device"),
+    link_bandwidth=(300e9, "67% of NVLink 4's 450 GB/s each way"),
+    network_bandwidth=(40e9, "80% of a port of 400 Gb/s for each device"),
     **_NVIDIA,
 )
 _JIT = "a constant with which fzero.jit compares schedules on a CPU"
@@ -104,18 +105,18 @@ CPU = _make_machine(
     "cpu",
     flops=(5e10, _JIT),
     device_bytes=(8e9, _JIT),
-    device_memory=(1e10, _JIT),
-    link=(1e10, _JIT),
-    host_memory=(1e10, _JIT),
-    host_copies=(1e10, _JIT),
+    memory_bandwidth=(1e10, _JIT),
+    host_link_bandwidth=(1e10, _JIT),
+    host_memory_bandwidth=(1e10, _JIT),
+    host_copy_bandwidth=(1e10, _JIT),
     ranks=(2, _JIT),
-    peers=(1e9, _JIT),
-    network=(1e9, _JIT),
-    latency=(1e-4, _JIT),
-    hop=(1e-4, "a message of gloo"),
-    network_hop=(1e-4, "a message of gloo"),
-    launch=(2e-6, _JIT),
-    slow=(1.0, _JIT),
+    link_bandwidth=(1e9, _JIT),
+    network_bandwidth=(1e9, _JIT),
+    latency_seconds=(1e-4, _JIT),
+    hop_seconds=(1e-4, "a message of gloo"),
+    network_hop_seconds=(1e-4, "a message of gloo"),
+    launch_seconds=(2e-6, _JIT),
+    float32_slowdown=(1.0, _JIT),
 )
 MACHINES = {"a100": A100, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "cpu": CPU}
 

@@ -96,8 +96,8 @@ class _StepBounds(NamedTuple):
         # the shapes of the products of experts depend on the routing
         seconds = 2 * m * k * n / fastest if self.shape.experts[0] else product_seconds(m, k, n, hardware)
         if is_float8:
-            return seconds / hardware.float8
-        return seconds * (hardware.slow if self.width_bytes > 2 else 1.0)
+            return seconds / hardware.float8_speedup
+        return seconds * (hardware.float32_slowdown if self.width_bytes > 2 else 1.0)
 
     def block(self) -> _BlockSeconds:
         """Return the least seconds of a block."""
@@ -124,7 +124,7 @@ class _StepBounds(NamedTuple):
         shape, tp = self.shape, self.config.tp
         stream = _NORM_VALUES * self.rows * shape.width / tp
         hidden = (3 if shape.gated else 2) * self.rows * (shape.experts[1] or 1) * shape.mlp / tp
-        return (stream + hidden) * self.width_bytes / self.hardware.memory
+        return (stream + hidden) * self.width_bytes / self.hardware.memory_bandwidth
 
     def _tensor_seconds(self) -> float:
         """Return the least seconds of the collectives along "tp" in one pass of a block: two gathers, two sums."""
@@ -145,7 +145,9 @@ class _StepBounds(NamedTuple):
         forward, backward, weights = [self.blocks * x for x in block]
         head_forward, head_backward = self._head_seconds()
         reduce_seconds, gather_seconds = self._wire_seconds()
-        update_seconds = 0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory
+        update_seconds = (
+            0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory_bandwidth
+        )
         end = max(update_seconds, gather_seconds) if config.stage in (1, 2) else update_seconds
         if config.pp > 1:
             splits = NAMES[config.schedule].splits_backward

@@ -102,7 +102,7 @@ class OffloadCosts(FigureReport):
         compute, forward = work.flops / machine.flops, work.forward_flops / machine.flops
         backward, chain = compute - forward, self.chain_seconds(ratio, update)
         share = 1 if update == "device" else 1 - ratio
-        device = share * work.update_bytes / machine.device_memory
+        device = share * work.update_bytes / machine.memory_bandwidth
         if schedule == "after":
             return compute + max(device, chain)
         if schedule == "during":
@@ -119,13 +119,16 @@ class OffloadCosts(FigureReport):
         work, machine = self.work, self.machine
         _interpolate((0, 1), ratio)
         if update == "device":  # the host's memory serves both directions
-            seconds = max(work.state_bytes / machine.link, 2 * work.state_bytes / (machine.host_copies / machine.ranks))
+            seconds = max(
+                work.state_bytes / machine.host_link_bandwidth,
+                2 * work.state_bytes / (machine.host_copy_bandwidth / machine.ranks),
+            )
             return ratio * seconds * (1 + 2 / work.units)
         read = work.update_bytes + (_WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
         parts = (
-            work.down_bytes / machine.link,
-            read / (machine.host_memory / machine.ranks),
-            work.up_bytes / machine.link,
+            work.down_bytes / machine.host_link_bandwidth,
+            read / (machine.host_memory_bandwidth / machine.ranks),
+            work.up_bytes / machine.host_link_bandwidth,
         )
         return ratio * (max(parts) + (sum(parts) - max(parts)) / work.units)
 

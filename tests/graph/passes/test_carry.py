@@ -191,7 +191,7 @@ def test_a_carried_schedule_fits_a_budget_of_its_peak_and_not_one_byte_less():
 
 def test_the_cost_model_charges_a_carried_reduction(monkeypatch):
     traced = entry(2, vocab=20_000).traced.graph
-    slow_link = _hardware.HARDWARE["cpu"]._replace(link=1e5)  # the step is hardly anything but messages
+    slow_link = _hardware.HARDWARE["cpu"]._replace(link_bandwidth=1e5)  # the step is hardly anything but messages
     monkeypatch.setitem(_hardware.HARDWARE, "cpu", slow_link)
     carried, waited = [_clocks.estimate_seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
     assert carried == pytest.approx(waited, rel=0.05)

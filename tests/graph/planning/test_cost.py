@@ -18,7 +18,16 @@ from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_
 
 X = torch.ones(4)  # 16 bytes
 # an operation of the device takes 1 s, a copy 1 s, and one of the host of 32 bytes 4 s
-DEVICE = Hardware("gpu", flops=1e30, memory=1e30, link=1e30, latency=0, launch=1, host=8, host_link=16)
+DEVICE = Hardware(
+    "gpu",
+    flops=1e30,
+    memory_bandwidth=1e30,
+    link_bandwidth=1e30,
+    latency_seconds=0,
+    launch_seconds=1,
+    host_memory_bandwidth=8,
+    host_link_bandwidth=16,
+)
 
 
 def traced(f: Any) -> Graph:
@@ -54,8 +63,8 @@ def test_the_cost_model_counts_work_on_the_host():
 
 def test_a_cpu_device_shares_the_hosts_clock():
     # operations, of which two are copies
-    assert estimate_seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch)
-    apart = DEVICE._replace(host=0, host_link=0)
+    assert estimate_seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch_seconds)
+    apart = DEVICE._replace(host_memory_bandwidth=0, host_link_bandwidth=0)
     assert estimate_seconds(traced(down_up), hardware=apart) == 4  # without those of the host, and without the copies
 
 
@@ -105,7 +114,7 @@ def test_a_timeline_has_intervals_of_host_and_copies():
 
 
 def test_an_operation_is_bounded_by_its_flops_or_its_bytes():
-    slow = CARD._replace(memory=1e-3, launch=1e-9)
+    slow = CARD._replace(memory_bandwidth=1e-3, launch_seconds=1e-9)
     operands = [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2)]
     graph = make_fx(torch.matmul, tracing_mode="fake")(*operands).graph
     assert set(seconds_by_bound(timeline(graph, CARD))) == {"products"}
@@ -121,7 +130,7 @@ def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
     graph = traced(down_up)
 
     def takes(host: float, link: float) -> float:
-        return estimate_seconds(graph, hardware=DEVICE._replace(host=host, host_link=link))
+        return estimate_seconds(graph, hardware=DEVICE._replace(host_memory_bandwidth=host, host_link_bandwidth=link))
 
     assert takes(host * slower, link) >= takes(host, link) and takes(host, link * slower) >= takes(host, link)
 
@@ -147,7 +156,7 @@ def test_a_fused_kernel_reads_each_operand_once_and_writes_its_result(chain, ope
 
     xs = [torch.empty(8, 4, device="meta") for _ in range(operands)]
     assert planned_seconds(f, *xs) == 128 * (operands + 1)
-    assert planned_seconds(f, *xs, hardware=FUSING._replace(memory=1e30, launch=1)) == 1
+    assert planned_seconds(f, *xs, hardware=FUSING._replace(memory_bandwidth=1e30, launch_seconds=1)) == 1
     unary, binary = 1 + len(chain), operands
     for other in ({"hardware": FUSING._replace(fuses=False)}, {"backend": "fx"}):
         assert planned_seconds(f, *xs, **other) == 128 * (2 * unary + 3 * binary)
@@ -209,9 +218,9 @@ def float8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @examples(10, 100)
 @given(m=sizes, k=st.sampled_from((16, 64, 256)), n=st.sampled_from((16, 256)), float8=st.floats(1, 2))
 def test_a_product_of_float8_has_the_rate_of_its_shape_times_that_of_float8(m, k, n, float8):
-    seconds = product_seconds(CARD._replace(float8=float8), (m, k), (n, k), op=float8_product)
+    seconds = product_seconds(CARD._replace(float8_speedup=float8), (m, k), (n, k), op=float8_product)
     assert seconds == pytest.approx(product_seconds(CARD, (m, k), (k, n)) / float8)
-    plain = CARD._replace(float8=float8, product_flops=0.0)
+    plain = CARD._replace(float8_speedup=float8, product_flops=0.0)
     assert product_seconds(plain, (m, k), (n, k), op=float8_product) == pytest.approx(2 * m * k * n / float8)
 
 

@@ -15,7 +15,16 @@ from fzero.graph.planning._hardware import Hardware
 
 # an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
 HARDWARE = Hardware(
-    "cuda", 1e30, 1e30, link=100, latency=5, launch=0, network=10, ranks_per_machine=8, hop=0.25, network_hop=2
+    "cuda",
+    1e30,
+    1e30,
+    link_bandwidth=100,
+    latency_seconds=5,
+    launch_seconds=0,
+    network_bandwidth=10,
+    ranks_per_machine=8,
+    hop_seconds=0.25,
+    network_hop_seconds=2,
 )
 NUMBERS = 1024  # of a rank
 KINDS = {
@@ -97,16 +106,16 @@ def test_a_collective_takes_longer_over_more_ranks_and_the_latency_over_one(kind
     times = [takes(kind, dp=n) for n in (1, 2, 8, 16, 1024)]
     assert times[0] == 5 and all(a <= b for a, b in itertools.pairwise(times)) and times[1] < times[3]
     if kind != "all_to_all":  # whose bytes for others are what counts
-        slow = HARDWARE._replace(link=1e30, network=1e30)
+        slow = HARDWARE._replace(link_bandwidth=1e30, network_bandwidth=1e30)
         assert takes(kind, slow, dp=1024) > takes(kind, slow, dp=16) > takes(kind, slow, dp=8)
 
 
 def test_a_link_that_was_given_counts_along_its_axis():
-    given_ = HARDWARE._replace(links=(("dp", 50.0),))
+    given_ = HARDWARE._replace(axis_bandwidths=(("dp", 50.0),))
     assert takes("all_gather", given_, dp=8) == pytest.approx(5 + 7 * 0.25 + 7 * BYTES / 50)
     assert takes("all_gather", given_, dp=64) == pytest.approx(5 + 56 * 0.25 + 7 * 2 + 63 * BYTES / 50)
     assert takes("all_to_all", given_, dp=64) == pytest.approx(5 + 2 + BYTES * 63 / 64 / 50)
-    assert takes("all_gather", HARDWARE._replace(links=(("tp", 1.0),)), dp=8) == takes("all_gather", dp=8)
+    assert takes("all_gather", HARDWARE._replace(axis_bandwidths=(("tp", 1.0),)), dp=8) == takes("all_gather", dp=8)
 
 
 def test_jit_compares_schedules_as_before_where_no_machine_is_named():

@@ -30,9 +30,23 @@ def clock(monkeypatch):
 
 def test_each_measurement_of_calibrate_sets_its_constant(clock):
     machine = tuning.calibrate()
-    assert (machine.flops, machine.slow, machine.device_memory, machine.launch) == (8e12, 4.0, 3e10, 2e-6)
-    assert (machine.link, machine.host_memory, machine.host_copies, machine.ranks) == (3e10, 3e10, 3e10, 1)
-    assert (machine.kind, machine.peers, machine.latency) == ("cpu", CPU.peers, CPU.latency)
+    assert (machine.flops, machine.float32_slowdown, machine.memory_bandwidth, machine.launch_seconds) == (
+        8e12,
+        4.0,
+        3e10,
+        2e-6,
+    )
+    assert (machine.host_link_bandwidth, machine.host_memory_bandwidth, machine.host_copy_bandwidth, machine.ranks) == (
+        3e10,
+        3e10,
+        3e10,
+        1,
+    )
+    assert (machine.kind, machine.link_bandwidth, machine.latency_seconds) == (
+        "cpu",
+        CPU.link_bandwidth,
+        CPU.latency_seconds,
+    )
     sources = {c.name: c.source for c in machine.constants()}
     measured = {name for name, source in sources.items() if source.startswith("measured")}
     assert measured == {
@@ -53,7 +67,7 @@ def test_each_measurement_of_calibrate_sets_its_constant(clock):
 
 def test_calibrate_measures_this_machine_within_its_time():
     machine = tuning.calibrate(0.1)
-    assert 1e8 < machine.flops < 1e15 and 1e7 < machine.device_memory < 1e13 and 1e-8 < machine.launch < 1e-2
+    assert 1e8 < machine.flops < 1e15 and 1e7 < machine.memory_bandwidth < 1e13 and 1e-8 < machine.launch_seconds < 1e-2
 
 
 @given(
@@ -69,14 +83,15 @@ def test_calibrated_constants_reproduce_the_measurements(hop, latency, speed, ra
     result = _fit_links(hop, small, large, total, ranks)
     if latency > 0.1 * small and large > small * 10 / 9:
         assert result == pytest.approx((speed, latency, hop, ranks))
-    assert result.speed > 0 and result.latency > 0 and result.hop > 0  # whatever a busy machine has measured
-    again = result.latency + (ranks - 1) * result.hop
+    # whatever a busy machine has measured
+    assert result.bandwidth > 0 and result.latency_seconds > 0 and result.hop_seconds > 0
+    again = result.latency_seconds + (ranks - 1) * result.hop_seconds
     assert again == pytest.approx(small)
 
 
 @given(machine=machines)
 def test_a_calibrated_machine_is_read_as_it_was_stored(machine):
-    machine = replace(machine, sources=(("flops", machine.flops, "measured"),), links=(("dp", 1e9),))
+    machine = replace(machine, sources=(("flops", machine.flops, "measured"),), axis_bandwidths=(("dp", 1e9),))
     save(machine)
     assert _read_calibrated() == machine
 
@@ -90,7 +105,10 @@ def test_ranks_measure_their_links_and_a_plan_takes_them(cache, capsys):
     assert "all_gather of 2 ranks of this machine" in done[0].stdout and not done[1].stdout
     machine = _read_calibrated()
     assert (
-        machine.ranks == 2 and machine.peers != CPU.peers and machine.hop != CPU.hop and machine.network == CPU.network
+        machine.ranks == 2
+        and machine.link_bandwidth != CPU.link_bandwidth
+        and machine.hop_seconds != CPU.hop_seconds
+        and machine.network_bandwidth == CPU.network_bandwidth
     )
     words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--machine", "calibrated"]
     assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0
@@ -105,8 +123,12 @@ def test_ranks_on_two_machines_measure_the_network_between_them(cache):
     done = fork(["-m", "fzero", "calibrate", "--seconds", "0.2"], variables)
     assert [d.returncode for d in done] == [0, 0], done
     machine = _read_calibrated()
-    assert machine.ranks == 1 and machine.network != CPU.network and machine.network_hop != CPU.network_hop
-    assert machine.peers == CPU.peers and "2 ranks, one of each machine" in done[0].stdout
+    assert (
+        machine.ranks == 1
+        and machine.network_bandwidth != CPU.network_bandwidth
+        and machine.network_hop_seconds != CPU.network_hop_seconds
+    )
+    assert machine.link_bandwidth == CPU.link_bandwidth and "2 ranks, one of each machine" in done[0].stdout
 
 
 def test_planning_without_a_calibrated_machine_advises_calibrate(cache, capsys):
@@ -116,7 +138,9 @@ def test_planning_without_a_calibrated_machine_advises_calibrate(cache, capsys):
     assert main(words) == 2 and "no machine is stored yet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ("", "{", "[]", '{"name": "x"}', json.dumps({"name": "x", "flops": -1})))
+@pytest.mark.parametrize(
+    "text", ("", "{", "[]", '{"name": "x"}', json.dumps({"name": "x", "flops": -1}), '{"device_memory": 1}')
+)
 def test_an_unreadable_calibration_file_is_refused_with_a_remedy(cache, text):
     path = save(H100)
     path.write_text(text)

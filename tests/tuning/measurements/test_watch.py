@@ -126,7 +126,7 @@ def test_watch_reports_memory_outside_of_the_graph():
 def test_planned_seconds_are_those_of_the_machine_that_is_named():
     args, watched = trained(machine=CPU)
     run(watched, args, 3)
-    slow = watch(watched.step, machine=replace(CPU, flops=1e5, device_memory=1e6))
+    slow = watch(watched.step, machine=replace(CPU, flops=1e5, memory_bandwidth=1e6))
     run(slow, trained()[0], 3)
     assert watched.last.plan.seconds == watched.plans(CPU.as_hardware())[0].seconds
     assert slow.last.plan.seconds > 100 * watched.last.plan.seconds

@@ -21,7 +21,9 @@ from tests.helpers import cases, examples
 from tests.tuning.helpers import TINY
 
 # only what the bounds count takes time
-MACHINE = replace(tuning.H100, launch=1e-12, latency=1e-12, hop=1e-12, network_hop=1e-12)
+MACHINE = replace(
+    tuning.H100, launch_seconds=1e-12, latency_seconds=1e-12, hop_seconds=1e-12, network_hop_seconds=1e-12
+)
 ONE = Configuration(1, 2, 1, ranks=2, depth=2)
 PIPELINE = Configuration(1, 1, 4, ranks=1, pp=2, depth=4)
 CODED: dict[str, Any] = {"moments": "int8", "gather": "int8", "reduce": "int4", "chunked_loss": True}

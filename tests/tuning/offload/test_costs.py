@@ -48,13 +48,15 @@ def test_the_published_speed_ups_need_a_slower_host():
     """Of 3 and 6: hosts 1.8 and 3 times slower give them, the assumed speeds do not."""
     for costs, published, useful, slower in ((opt_13b(), 3, 102e9, 1.8), (opt_30b(), 6, 96e9, 3.0)):
         assert costs.speed_up("deepspeed") < published
-        at = replace(costs.machine, host_memory=useful * 46 / 28)  # of 46 bytes that move, 28 are the update's own
-        assert round(costs.machine.host_memory / at.host_memory, 1) == slower
+        at = replace(
+            costs.machine, host_memory_bandwidth=useful * 46 / 28
+        )  # of 46 bytes that move, 28 are the update's own
+        assert round(costs.machine.host_memory_bandwidth / at.host_memory_bandwidth, 1) == slower
         slow = tuning.offload_costs(costs.work, at)
         assert slow.seconds(1, "deepspeed") / slow.seconds(0.05, "deepspeed") == pytest.approx(published, rel=0.02)
     for share in (0.2, 0.5):
         for host in (1e8, 1e10, 1e12):
-            costs = tuning.offload_costs(opt_30b().work, replace(tuning.H100, host_memory=host))
+            costs = tuning.offload_costs(opt_30b().work, replace(tuning.H100, host_memory_bandwidth=host))
             assert costs.seconds(1, "deepspeed") / costs.seconds(share, "deepspeed") <= 1 / share + 1e-9
 
 
@@ -94,7 +96,7 @@ def test_offloaded_seconds_are_bounded_by_the_passes_and_the_update(work, machin
     way, schedule = row
     compute, chain = work.flops / machine.flops, costs.chain_seconds(a, way)
     seconds = costs.seconds(a, way, schedule)
-    update = work.update_bytes / machine.device_memory
+    update = work.update_bytes / machine.memory_bandwidth
     assert max(compute, chain) * (1 - 1e-9) <= seconds <= (compute + chain + update) * (1 + 1e-9)
     low, high = sorted([a, b])
     assert costs.chain_seconds(low, way) <= costs.chain_seconds(high, way)
@@ -113,7 +115,7 @@ def test_faster_offload_schedules_take_no_longer(work, machine, ratio, faster):
     assert costs.seconds(ratio, "host", "across") <= at("host", "during") or work.units == 1
     assert costs.seconds(ratio, "host", "during") <= at("host", "after")
     assert costs.seconds(ratio, "device", "during") <= at("device", "after")
-    for name in ("flops", "device_memory", "link", "host_memory", "host_copies"):
+    for name in ("flops", "memory_bandwidth", "host_link_bandwidth", "host_memory_bandwidth", "host_copy_bandwidth"):
         better = tuning.offload_costs(work, replace(machine, **{name: faster * getattr(machine, name)}))
         for row in _ROWS:
             assert better.seconds(ratio, *row) <= at(*row), name
@@ -243,7 +245,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         r"machine='H100': expected a fzero.tuning.Machine",
     ),
     "no parts": (lambda: tuning.offload_costs(opt_30b().work, tuning.H100, 0), ValueError, r"parts=0: expected an int"),
-    "no link": (lambda: replace(tuning.H100, link=0), ValueError, r"Machine: link=0: expected a number above 0"),
+    "no link": (
+        lambda: replace(tuning.H100, host_link_bandwidth=0),
+        ValueError,
+        r"Machine: host_link_bandwidth=0: expected a number above 0",
+    ),
     "no ranks": (lambda: replace(tuning.H100, ranks=True), ValueError, r"Machine: ranks=True: expected a number"),
     "no parameters": (
         lambda: tuning.model_work(0, ranks=8, tokens=1),

@@ -189,7 +189,7 @@ def test_a_cached_row_is_planned_anew_when_its_inputs_change(what, monkeypatch, 
     elif what == "the machine":
         asked["machine"] = replace(CPU, flops=1e10)
     elif what == "a link":
-        asked["links"] = {"dp": 1e9}
+        asked["axis_bandwidths"] = {"dp": 1e9}
     elif what == "the configuration":
         asked["precision"] = ("float32",)
     elif what == "the code of fzero":
