@@ -177,7 +177,7 @@ def test_segments_that_a_worker_compiled_are_loaded(other_settings, monkeypatch)
     for _ in range(5):  # longer, so that it is compiled first
         x = bad.call_function(torch.ops.aten.mm.default, (x, 3))
     bad.output((x,))
-    workers = _workers.start([Code(bad, good.stand_ins, [], "bad"), good], 1)
+    workers = _workers.start_workers([Code(bad, good.stand_ins, [], "bad"), good], 1)
     for _ in range(600):
         if workers.are_done():
             break
@@ -192,7 +192,7 @@ def test_segments_that_a_worker_compiled_are_loaded(other_settings, monkeypatch)
 
 def test_a_compile_worker_runs_in_a_process_of_its_own():
     """A worker is silent, so that one that fails at once would pass for one that has compiled everything."""
-    workers = _workers.start([], 1)
+    workers = _workers.start_workers([], 1)
     (worker,) = workers.processes
     assert worker.wait(60) == 0
     workers.stop()
@@ -200,11 +200,11 @@ def test_a_compile_worker_runs_in_a_process_of_its_own():
 
 @pytest.mark.slow
 def test_a_compile_worker_ends_with_its_parent():
-    workers = _workers.start(codes(1), 2)
+    workers = _workers.start_workers(codes(1), 2)
     assert len(workers.processes) == 2 and not workers.are_done()
     workers.stop()
     assert workers.are_done()
-    (alone,) = _workers.start(codes(60), 1).processes  # more than it compiles in the time
+    (alone,) = _workers.start_workers(codes(60), 1).processes  # more than it compiles in the time
     time.sleep(0.1)
     assert alone.stdin is not None
     alone.stdin.close()
@@ -224,7 +224,7 @@ def test_no_worker_is_started_in_vain(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert _spare_cores() == 1
     monkeypatch.setattr(_workers, "pickle_graphs", lambda graphs: 1 / 0)  # what cannot be pickled
-    assert _workers.start(codes(1), 2) == Workers()
+    assert _workers.start_workers(codes(1), 2) == Workers()
 
 
 class Pretended:
@@ -232,7 +232,7 @@ class Pretended:
 
     def __init__(self, patch: pytest.MonkeyPatch, ready: int = 0) -> None:
         self.ready, self.compiled = ready, []
-        patch.setattr(_backends, "start", lambda codes, count, nice: self)
+        patch.setattr(_backends, "start_workers", lambda codes, count, nice: self)
         patch.setattr(_backends, "is_compiled", lambda code: len(self.compiled) < self.ready)
         patch.setattr(_auto_backend, "is_compiled", lambda code: len(self.compiled) < self.ready)
         patch.setattr(_auto_backend, "compile_and_mark", self.compile)
@@ -264,7 +264,7 @@ def both(k: int = 3) -> Any:
     return step, fzero.jit(step, backend="auto")
 
 
-def runs_of(jitted: Any) -> Any:
+def executable_of(jitted: Any) -> Any:
     (entry,) = jitted._entries.values()
     return entry.executable
 
@@ -273,14 +273,15 @@ def test_a_step_runs_uncompiled_until_all_its_segments_are_compiled(monkeypatch)
     pretended = Pretended(monkeypatch)
     step, jitted = both()
     train(step, jitted, range(2))
-    runs = runs_of(jitted).runs
-    assert runs.fast is None and not pretended.compiled
+    auto = executable_of(jitted).function
+    assert auto.compiled is None and not pretended.compiled
     pretended.ready = 2
     train(step, jitted, range(1))
-    assert runs.fast is None and len(pretended.compiled) == 2
+    assert auto.compiled is None and len(pretended.compiled) == 2
     pretended.ready = 1000
     train(step, jitted, range(2))
-    assert runs.fast is not None and len(pretended.compiled) == runs_of(jitted).distinct == len(runs.loaded) > 2
+    assert auto.compiled is not None
+    assert len(pretended.compiled) == executable_of(jitted).distinct == len(auto.loaded) > 2
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -293,7 +294,7 @@ def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_com
             yield code, lambda args, graph=code.graph: Interpreter(GraphModule({}, graph)).run(*args)
 
     Pretended(monkeypatch)
-    monkeypatch.setattr(_backends, "start", lambda codes, count: Workers(()))
+    monkeypatch.setattr(_backends, "start_workers", lambda codes, count: Workers(()))
     monkeypatch.setattr(_backends, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_backends, "compile_all", uncompiled)
@@ -313,11 +314,11 @@ def test_no_segment_is_loaded_before_inductor_is_imported(monkeypatch):
         monkeypatch.setattr(_segment_compiler, name, lambda: thread)
     step, jitted = both()
     train(step, jitted, range(2))
-    assert not runs_of(jitted).runs.loaded
+    assert not executable_of(jitted).function.loaded
     there.set()
     thread.join()
     train(step, jitted, range(1))
-    assert runs_of(jitted).runs.loaded
+    assert executable_of(jitted).function.loaded
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
@@ -365,7 +366,7 @@ def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     monkeypatch.setattr(_auto_backend, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
     step, jitted = both()
     train(step, jitted, range(1))
-    assert len(runs_of(jitted).runs.loaded) == 1
+    assert len(executable_of(jitted).function.loaded) == 1
 
 
 def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled_code(monkeypatch):
@@ -385,7 +386,7 @@ def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled
     step, jitted = both()
     train(step, jitted, range(3))
     assert len(pretended.compiled) == last
-    assert runs_of(jitted).runs.fast.uncompiled == 1
+    assert executable_of(jitted).function.compiled.uncompiled == 1
 
 
 @pytest.mark.slow
@@ -394,7 +395,7 @@ def test_segments_that_workers_left_are_compiled_in_this_process(monkeypatch):
     pretended.are_done = lambda: True
     step, jitted = both()
     train(step, jitted, range(2))
-    assert runs_of(jitted).runs.fast is not None
+    assert executable_of(jitted).function.compiled is not None
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -159,7 +159,7 @@ MUTANTS = [
     *File("graph/run/_executable.py", PROCESSES).faults(
         Fault(
             "a profile is blind to tensors that the graph takes over",
-            "run_operations",
+            "make_operations_executable",
             (
                 becomes("A = B(graph)", "A, graph = (graph, B(graph))"),
                 becomes("A(source, owned)", "A(graph, owned)"),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fzero.graph.run._executable import run_segments
+from fzero.graph.run._executable import make_segments_executable
 from fzero.graph.run._fallback import Refusal, compile_checked, merge_refusals, notify, serialize
 from fzero.graph.run._program import Program
-from fzero.graph.run._segment_compiler import Code, Runs, can_load, compile_and_mark, is_compiled
+from fzero.graph.run._segment_compiler import Code, GraphFunction, can_load, compile_and_mark, is_compiled
 from fzero.graph.run._workers import Workers
 from fzero.ranks import Mesh, gather_texts
 
@@ -21,17 +21,19 @@ _log = logging.getLogger("fzero.jit")
 _SECONDS = 0.5  # the time within one step for loading compiled code
 
 
-def make_auto(slow: Runs, program: Program, codes: Sequence[Code], workers: Workers, mesh: Mesh | None) -> Runs:
+def make_auto(
+    uncompiled: GraphFunction, program: Program, codes: Sequence[Code], workers: Workers, mesh: Mesh | None
+) -> GraphFunction:
     """Make a function that runs a step uncompiled at first, and compiled as soon as all ranks can.
 
     Args:
-        slow: the step, operation by operation.
+        uncompiled: the step, operation by operation.
         program: the step, in segments.
         codes: the step's distinct segments.
         workers: the processes that compile the missing segments.
         mesh: the mesh whose ranks switch together.
     """
-    return _Auto(slow=slow, program=program, pending=list(codes), workers=workers, mesh=mesh)
+    return _Auto(uncompiled=uncompiled, program=program, pending=list(codes), workers=workers, mesh=mesh)
 
 
 @dataclass
@@ -39,30 +41,32 @@ class _Auto:
     """The function that `make_auto` makes, and its progress.
 
     Attributes:
+        uncompiled: the step, operation by operation.
+        program: the step, in segments.
         pending: the segments that are not loaded yet.
         loaded: the functions of loaded segments, by the name of their code.
         refusals: the reasons of segments that cannot run compiled, by the name of their code.
         calls: how often the step was called uncompiled.
-        fast: the compiled step, once it runs.
+        compiled: the compiled step, once it runs.
     """
 
-    slow: Runs
+    uncompiled: GraphFunction
     program: Program
     pending: list[Code]
     workers: Workers
     mesh: Mesh | None
-    loaded: dict[str, Runs] = field(default_factory=dict)
+    loaded: dict[str, GraphFunction] = field(default_factory=dict)
     refusals: dict[str, Refusal] = field(default_factory=dict)
     calls: int = 0
-    fast: Runs | None = None
+    compiled: GraphFunction | None = None
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the step, compiled if possible."""
-        if self.fast is None:
+        if self.compiled is None:
             self.calls += 1
             self._load()
             self._switch()
-        return self.slow(args) if self.fast is None else self.fast(args)
+        return self.uncompiled(args) if self.compiled is None else self.compiled(args)
 
     def _load(self) -> None:
         """Load and check compiled segments for a while. If the workers have ended, compile the missing ones here."""
@@ -93,4 +97,6 @@ class _Auto:
         self.workers.stop()
         notify([*refusals.values()], self.mesh, strict=False)
         _log.info("the step runs compiled from call %d on", self.calls)
-        self.fast = run_segments(self.program, {k: x for k, x in self.loaded.items() if k not in refusals})
+        self.compiled = make_segments_executable(
+            self.program, {k: x for k, x in self.loaded.items() if k not in refusals}
+        )

@@ -13,12 +13,18 @@ from fzero.graph._polynomials import Shapes
 from fzero.graph.ir import graph_results, is_input
 from fzero.graph.run._auto_backend import make_auto
 from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_of_segment
-from fzero.graph.run._executable import Executable, distinct_segments, run_marked, run_operations, run_segments
+from fzero.graph.run._executable import (
+    Executable,
+    distinct_segments,
+    make_operations_executable,
+    make_segments_executable,
+    run_marked,
+)
 from fzero.graph.run._fallback import Refusal, all_refusals, attempt, compile_checked, notify
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._program import make_copies_async, make_program
 from fzero.graph.run._segment_compiler import compile_all, compile_graph, is_compiled, progress
-from fzero.graph.run._workers import helpers, start
+from fzero.graph.run._workers import start_workers, worker_count
 from fzero.ranks import Mesh
 
 __all__ = ["BACKENDS", "LoweringOptions", "lower"]
@@ -50,27 +56,27 @@ class LoweringOptions(NamedTuple):
 _DEFAULT_OPTIONS = LoweringOptions()
 
 
-def lower(graph: Graph, backend: str, demand: LoweringOptions = _DEFAULT_OPTIONS) -> Executable:
+def lower(graph: Graph, backend: str, options: LoweringOptions = _DEFAULT_OPTIONS) -> Executable:
     """Make a scheduled graph runnable.
 
     Args:
         graph: a flat graph.
         backend: one of `BACKENDS`.
-        demand: further requirements.
+        options: further requirements.
 
     Raises:
         CompileError: if `strict`, and a segment cannot run compiled on some rank. The message names the segment's
             operations and their source lines.
     """
-    return BACKENDS[backend](graph, demand)
+    return BACKENDS[backend](graph, options)
 
 
-def _fx(graph: Graph, demand: LoweringOptions) -> Executable:
+def _fx(graph: Graph, options: LoweringOptions) -> Executable:
     """Run the graph's operations one by one: the reference."""
-    return run_operations(make_copies_async(graph))
+    return make_operations_executable(make_copies_async(graph))
 
 
-def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
+def _full_graph(graph: Graph, options: LoweringOptions) -> Executable:
     """Compile the full graph at once, including its collectives.
 
     The graph must be functional: Inductor would drop the copy of a value that a collective overwrites.
@@ -78,10 +84,10 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
     stand_ins = [n.meta["val"] for n in graph.nodes if is_input(n)]
     outputs = [n.meta["val"] if isinstance(n, Node) else None for n in graph_results(graph)]
     compiled = attempt(lambda: compile_graph(graph, stand_ins, outputs, "the whole step"))
-    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, demand.agreement_mesh)
-    notify([*refusals.values()], demand.mesh, demand.strict)
+    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, options.agreement_mesh)
+    notify([*refusals.values()], options.mesh, options.strict)
     if refusals or isinstance(compiled, Refusal):
-        return run_operations(graph)
+        return make_operations_executable(graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
@@ -91,16 +97,16 @@ def _full_graph(graph: Graph, demand: LoweringOptions) -> Executable:
     return Executable(run, compiled=compiled)
 
 
-def _piecewise(graph: Graph, demand: LoweringOptions) -> Executable:
+def _piecewise(graph: Graph, options: LoweringOptions) -> Executable:
     """Compile each distinct segment between collectives once; run segments and collectives alternately."""
     program = make_program(make_copies_async(graph))
     codes = distinct_segments(program)
-    lengths = demand.lengths
-    shared = {} if lengths is None else for_all_lengths(codes, lengths, demand.shapes, demand.agreement_mesh)
+    lengths = options.lengths
+    shared = {} if lengths is None else for_all_lengths(codes, lengths, options.shapes, options.agreement_mesh)
     refused = set() if lengths is None else lengths.refused_names  # refused by some rank, so no rank runs it compiled
     codes = [code for code in codes if code.name not in shared and code.name not in refused]
     cold = [code for code in codes if not is_compiled(code)]
-    workers = start(cold, helpers(cold))
+    workers = start_workers(cold, worker_count(cold))
     try:
         with nullcontext() if cold else pause_collector():  # compiling leaves garbage to collect, loading does not
             outcomes = {
@@ -108,23 +114,23 @@ def _piecewise(graph: Graph, demand: LoweringOptions) -> Executable:
             }
     finally:
         workers.stop()
-    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, demand.agreement_mesh)
-    notify([*refusals.values()], demand.mesh, demand.strict)
+    refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, options.agreement_mesh)
+    notify([*refusals.values()], options.mesh, options.strict)
     refused.update(refusals)
     single_length = {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals}
-    return run_segments(program, shared | single_length)
+    return make_segments_executable(program, shared | single_length)
 
 
-def _auto(graph: Graph, demand: LoweringOptions) -> Executable:
+def _auto(graph: Graph, options: LoweringOptions) -> Executable:
     """Run operations one by one until another process has compiled all segments."""
     graph = make_copies_async(graph)
     program = make_program(graph)
     codes = distinct_segments(program)
     cold = [code for code in codes if not is_compiled(code)]
-    workers = start(cold, 1 if cold else 0, nice=10)
-    runs = make_auto(run_operations(graph), program, codes, workers, demand.mesh)
-    weakref.finalize(runs, workers.stop)  # a step may be freed while the workers compile
-    return Executable(runs, sum(1 for _ in program.segments()), len(codes))
+    workers = start_workers(cold, 1 if cold else 0, nice=10)
+    function = make_auto(make_operations_executable(graph), program, codes, workers, options.mesh)
+    weakref.finalize(function, workers.stop)  # a step may be freed while the workers compile
+    return Executable(function, sum(1 for _ in program.segments()), len(codes))
 
 
 BACKENDS: dict[str, Callable[[Graph, LoweringOptions], Executable]] = {

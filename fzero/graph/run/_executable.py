@@ -28,21 +28,21 @@ from fzero.graph.run._clock import (
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._published_waits import published_wait
 from fzero.graph.run._segment import Segment
-from fzero.graph.run._segment_compiler import Code, Runs, name_of_code
+from fzero.graph.run._segment_compiler import Code, GraphFunction, name_of_code
 from fzero.sharding import flatten_by_copies, flatten_leaves
 
-__all__ = ["Executable", "distinct_segments", "run_marked", "run_operations", "run_segments"]
+__all__ = ["Executable", "distinct_segments", "make_operations_executable", "make_segments_executable", "run_marked"]
 
 
 # The results of a segment have the traced strides (`_torch.inductor`). But an operation between segments may lay out
 # its result otherwise than its stand-in. Then the segment gets a copy in the traced layout.
-def _with_traced_layouts(runs: Runs, graph: Graph, stand_ins: Sequence[Any]) -> Runs:
+def _with_traced_layouts(function: GraphFunction, graph: Graph, stand_ins: Sequence[Any]) -> GraphFunction:
     """Make a function that first copies the arguments whose layout differs from their stand-ins.
 
     The first call determines these arguments, since strides do not depend on values.
 
     Args:
-        runs: the compiled code of a segment.
+        function: the compiled code of a segment.
         graph: the segment.
         stand_ins: stand-ins of its arguments.
     """
@@ -57,7 +57,7 @@ def _with_traced_layouts(runs: Runs, graph: Graph, stand_ins: Sequence[Any]) -> 
             like = stand_ins[i]
             memory = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[i].device)
             args[i] = memory.copy_(args[i])
-        return runs(args)
+        return function(args)
 
     return run
 
@@ -96,26 +96,26 @@ class Executable:
     """A runnable graph: a function from the list of its arguments, which it empties, to its results.
 
     Attributes:
-        runs: the function.
+        function: runs the graph.
         segments: how many segments it runs.
         distinct: how many of the segments have different code.
         compiled: the code of the full graph, if it was compiled at once.
         uncompiled: how many of the distinct segments run operation by operation.
     """
 
-    runs: Runs
+    function: GraphFunction
     segments: int = 0
     distinct: int = 0
-    compiled: Runs | None = None
+    compiled: GraphFunction | None = None
     uncompiled: int = 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph."""
-        return self.runs(args)
+        return self.function(args)
 
 
-def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
-    """Run the graph's operations one by one, each value freed after its last use.
+def make_operations_executable(graph: Graph, owned: Sequence[int] = ()) -> Executable:
+    """Make an executable that runs the graph's operations one by one, and frees each value after its last use.
 
     Args:
         graph: a scheduled graph.
@@ -126,7 +126,7 @@ def run_operations(graph: Graph, owned: Sequence[int] = ()) -> Executable:
     graph = copy_graph(source)
     for node in graph.nodes:
         loop = loop_of(node)
-        f = _loop_function(loop) if loop else _REPLACEMENTS.get(node.target, node.target)
+        f = _make_loop_function(loop) if loop else _REPLACEMENTS.get(node.target, node.target)
         node.target = published_wait(f, node.args[0], line_of(node)) if node.target is WAIT else f
     module = GraphModule({}, graph)
 
@@ -164,12 +164,12 @@ def _line_of_failure(error: Exception, graph: Graph) -> str:
     return ""
 
 
-def _loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
+def _make_loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     """Make the function of a loop's node, which runs operations one by one."""
     if loop.rank_schedule is None:
-        return loop_function(loop, run_operations(loop.body))
+        return loop_function(loop, make_operations_executable(loop.body))
     region_graphs = split(loop)
-    return pipeline_function(loop, region_graphs, [run_operations(g.graph, g.owned) for g in region_graphs])
+    return pipeline_function(loop, region_graphs, [make_operations_executable(g.graph, g.owned) for g in region_graphs])
 
 
 def _pop(one: list[torch.Tensor]) -> torch.Tensor:
@@ -223,8 +223,8 @@ class _CompiledInstruction(NamedTuple):
     origin: Graph | str | None
 
 
-def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
-    """Make a program runnable, given compiled functions by the name of the code. Other segments run uncompiled."""
+def make_segments_executable(program: Program, compiled: Mapping[str, GraphFunction]) -> Executable:
+    """Make an executable of a program. Segments without a compiled function run operation by operation."""
     instructions = [_compiled_instruction(x, compiled) for x in program.instructions]
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -258,20 +258,23 @@ def run_segments(program: Program, compiled: Mapping[str, Runs]) -> Executable:
     return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))
 
 
-def _compiled_instruction(x: Any, compiled: Mapping[str, Runs]) -> _CompiledInstruction:
+def _compiled_instruction(x: Any, compiled: Mapping[str, GraphFunction]) -> _CompiledInstruction:
     """Return how an instruction runs: a segment by its compiled code if there is any, a loop by its programs."""
     if isinstance(x, Segment):
         code = None if x.scalars else compiled.get(name_of_code(x.key))
         return _CompiledInstruction(
             is_segment=True,
-            f=run_operations(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.stand_ins),
+            f=make_operations_executable(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.stand_ins),
             arguments=x.ins,
             out=x.outs,
             free=x.free,
             origin=None if code is None else x.graph,
         )
     if isinstance(x.target, LoopProgram):
-        f, origin = x.target.function([run_segments(program, compiled) for program in x.target.programs]), None
+        f, origin = (
+            x.target.make_function([make_segments_executable(program, compiled) for program in x.target.programs]),
+            None,
+        )
     else:
         f, origin = _REPLACEMENTS.get(x.target, x.target), x.line
         f = published_wait(f, x.arguments.args[0], x.line) if x.target is WAIT else f
@@ -292,18 +295,18 @@ def _apply_timed(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str
     )
 
 
-def _call(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
+def _call(f: GraphFunction, args: list[Any], origin: Any) -> Sequence[Any]:
     return f(args)
 
 
-def _call_timed(f: Runs, args: list[Any], origin: Any) -> Sequence[Any]:
+def _call_timed(f: GraphFunction, args: list[Any], origin: Any) -> Sequence[Any]:
     note = current_recorder()
     if note is None or origin is None:
         return f(args)
     return record_time(note, COMPILED, *source_of_segment(origin), lambda: f(args))
 
 
-def run_marked(f: Runs, args: list[Any], origin: Any = None) -> Sequence[Any]:
+def run_marked(f: GraphFunction, args: list[Any], origin: Any = None) -> Sequence[Any]:
     """Run a segment within a range of the profiler, which sees no operations of compiled code."""
     with torch.profiler.record_function("fzero::segment"):
         return f(args)

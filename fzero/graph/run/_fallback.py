@@ -16,7 +16,14 @@ from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero._torch import fork_random_state, have_equal_strides
 from fzero.graph.ir import FUSED, nbytes, stand_ins_of
-from fzero.graph.run._segment_compiler import Code, CompileError, Runs, compile_and_mark, describe_segment, first_line
+from fzero.graph.run._segment_compiler import (
+    Code,
+    CompileError,
+    GraphFunction,
+    compile_and_mark,
+    describe_segment,
+    first_line,
+)
 from fzero.ranks import Mesh, gather_texts
 
 __all__ = [
@@ -49,7 +56,7 @@ class Refusal(NamedTuple):
     rank: int = 0
 
 
-def attempt(make: Callable[[], Runs], cost: str = "") -> Runs | Refusal:
+def attempt(make: Callable[[], GraphFunction], cost: str = "") -> GraphFunction | Refusal:
     """Call a function that compiles. Return its code, or the reason why it failed."""
     try:
         return make()
@@ -57,18 +64,20 @@ def attempt(make: Callable[[], Runs], cost: str = "") -> Runs | Refusal:
         return Refusal(error.segment, error.reason, cost)
 
 
-def compile_checked(code: Code, compile_one: Callable[[Code], Runs] = compile_and_mark) -> Runs | Refusal:
+def compile_checked(
+    code: Code, compile_one: Callable[[Code], GraphFunction] = compile_and_mark
+) -> GraphFunction | Refusal:
     """Compile a segment, and run it once to check its results."""
 
-    def make() -> Runs:
-        runs = compile_one(code)
-        check_outputs(code, runs)
-        return runs
+    def make() -> GraphFunction:
+        function = compile_one(code)
+        check_outputs(code, function)
+        return function
 
     return attempt(make, _cost_text(code))
 
 
-def check_outputs(code: Code, runs: Runs) -> None:
+def check_outputs(code: Code, function: GraphFunction) -> None:
     """Run compiled code on arguments of zeros, and compare its results with the traced stand-ins.
 
     Raises:
@@ -79,7 +88,7 @@ def check_outputs(code: Code, runs: Runs) -> None:
         return
     with fork_random_state(x.device for x in code.stand_ins), torch.no_grad():
         try:
-            outputs = list(runs([_zeros_like(x) for x in code.stand_ins]))
+            outputs = list(function([_zeros_like(x) for x in code.stand_ins]))
         except Exception as error:
             if _run_uncompiled(code) is not None:
                 raise CompileError(

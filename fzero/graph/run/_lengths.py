@@ -17,9 +17,17 @@ from fzero.graph._polynomials import Sample, Shapes, fit_all
 from fzero.graph.run._executable import distinct_segments
 from fzero.graph.run._fallback import Refusal, all_refusals, check_outputs
 from fzero.graph.run._program import make_copies_async, make_program
-from fzero.graph.run._segment_compiler import Code, CompileError, Runs, compile_all, is_compiled, name_of_code, progress
+from fzero.graph.run._segment_compiler import (
+    Code,
+    CompileError,
+    GraphFunction,
+    compile_all,
+    is_compiled,
+    name_of_code,
+    progress,
+)
 from fzero.graph.run._template import Template, compile_template, segment_integers, segment_structure
-from fzero.graph.run._workers import helpers, start
+from fzero.graph.run._workers import start_workers, worker_count
 from fzero.ranks import Mesh
 
 __all__ = ["Lengths", "for_all_lengths"]
@@ -43,12 +51,12 @@ class Lengths:
 
     first: Shapes | None = None
     dims: frozenset[tuple[int, int]] | None = None
-    start: int = 0
+    start_workers: int = 0
     first_codes: list[Code] = field(default_factory=list)
     planned_graphs: list[tuple[Shapes, Graph]] = field(default_factory=list)
     samples: dict[Hashable, list[Sample]] = field(default_factory=dict)
     refused_names: set[str] = field(default_factory=set)
-    templates: dict[Hashable, list[tuple[Template, Runs, Callable[[int], bool]]]] = field(default_factory=dict)
+    templates: dict[Hashable, list[tuple[Template, GraphFunction, Callable[[int], bool]]]] = field(default_factory=dict)
 
     def length_of(self, shapes: Shapes) -> int | None:
         """Return the length of a call; None before a second length is known, or if more than one size changes."""
@@ -92,14 +100,14 @@ class Lengths:
                 return Template(code, length, polynomials, name)
         return None
 
-    def function_of(self, template: Template) -> Runs | None:
+    def function_of(self, template: Template) -> GraphFunction | None:
         """Return the function of a template if it is compiled, else None."""
         entries = self.templates.get(segment_structure(template.code), ())
-        return next((runs for other, runs, _ in entries if other.name == template.name), None)
+        return next((function for other, function, _ in entries if other.name == template.name), None)
 
-    def add(self, template: Template, runs: Runs, holds: Callable[[int], bool]) -> None:
+    def add(self, template: Template, function: GraphFunction, holds: Callable[[int], bool]) -> None:
         """Keep the function of a template for further lengths."""
-        self.templates.setdefault(segment_structure(template.code), []).append((template, runs, holds))
+        self.templates.setdefault(segment_structure(template.code), []).append((template, function, holds))
 
     def learn_planned(self, shapes: Shapes) -> None:
         """Record the segments of planned calls that have not run, except the call with these shapes."""
@@ -127,7 +135,9 @@ def _sizes(s: Sequence[int], t: Sequence[int]) -> Iterator[tuple[int, tuple[int,
     return enumerate(zip(s, t, strict=True))
 
 
-def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mesh: Mesh | None) -> dict[str, Runs]:
+def for_all_lengths(
+    codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mesh: Mesh | None
+) -> dict[str, GraphFunction]:
     """Return functions of the segments whose code serves several lengths. Compile missing code.
 
     Args:
@@ -147,17 +157,17 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
     templates = {code.name: template for code in codes if (template := lengths.template_of(code, length))}
     todo = {t.name: t for t in templates.values() if lengths.function_of(t) is None}
 
-    def compile_one(code: Code) -> tuple[Runs, Callable[[int], bool]] | Refusal:
+    def compile_one(code: Code) -> tuple[GraphFunction, Callable[[int], bool]] | Refusal:
         try:
-            runs, holds = compile_template(todo[code.name])
-            check_outputs(code, _bind_length(runs, length))
+            function, holds = compile_template(todo[code.name])
+            check_outputs(code, _bind_length(function, length))
         except CompileError as error:
             return Refusal(error.segment, error.reason, "")
-        return runs, holds
+        return function, holds
 
     missing = [t.code._replace(name=t.name) for t in todo.values()]
     cold = [code for code in missing if not is_compiled(code)]
-    workers = start(cold, helpers(cold), templates=todo)
+    workers = start_workers(cold, worker_count(cold), templates=todo)
     try:
         outcomes = {code.name: outcome for code, outcome in progress(compile_all(missing, compile_one), len(missing))}
     finally:
@@ -169,14 +179,14 @@ def for_all_lengths(codes: Sequence[Code], lengths: Lengths, shapes: Shapes, mes
             lengths.add(todo[name], *outcome)
     lengths.learn(codes, length)
     functions = {name: lengths.function_of(template) for name, template in templates.items()}
-    return {name: _bind_length(runs, length) for name, runs in functions.items() if runs is not None}
+    return {name: _bind_length(function, length) for name, function in functions.items() if function is not None}
 
 
-def _bind_length(runs: Runs, length: int) -> Runs:
+def _bind_length(function: GraphFunction, length: int) -> GraphFunction:
     """Bind the function of a template to one length."""
 
     def at_length(args: list[Any]) -> Sequence[Any]:
         args.insert(0, length)
-        return runs(args)
+        return function(args)
 
     return at_length

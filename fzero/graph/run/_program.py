@@ -64,7 +64,7 @@ class LoopProgram(NamedTuple):
     programs: "list[Program]"
     region_graphs: tuple[RegionGraph, ...] | None = None
 
-    def function(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
+    def make_function(self, bodies: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> Callable[..., list[Any]]:
         """Make the function of the loop's node, given functions that run its programs."""
         return (
             loop_function(self.loop, bodies[0])

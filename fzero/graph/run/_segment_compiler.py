@@ -24,7 +24,7 @@ from fzero.graph.ir import is_view, name_of
 __all__ = [
     "Code",
     "CompileError",
-    "Runs",
+    "GraphFunction",
     "can_load",
     "compile_all",
     "compile_and_mark",
@@ -90,7 +90,8 @@ def _with_a_line(items: Iterable[_T], total: int, console: Any) -> Iterator[_T]:
         timer.cancel()
 
 
-Runs = Callable[[list[Any]], Sequence[Any]]  # from a list of arguments, which it empties, to results
+# runs a graph: from a list of arguments, which it empties, to results
+GraphFunction = Callable[[list[Any]], Sequence[Any]]
 
 _MAX_LISTED = 6  # how many operations and lines an error lists
 
@@ -134,15 +135,15 @@ def name_of_code(key: Hashable) -> str:
     return hashlib.sha256(str(key).encode()).hexdigest()[:32]
 
 
-def compile_and_mark(code: Code) -> Runs:
+def compile_and_mark(code: Code) -> GraphFunction:
     """Compile a segment, and mark it as compiled in the folder of Inductor's cache.
 
     Raises:
         CompileError: if Inductor cannot compile the segment. The message names its operations and their source lines.
     """
-    runs = compile_graph(code.graph, code.stand_ins, code.outputs, code.location)
+    function = compile_graph(code.graph, code.stand_ins, code.outputs, code.location)
     mark_compiled(code)
-    return runs
+    return function
 
 
 def mark_compiled(code: Code) -> None:
@@ -217,7 +218,9 @@ def _file(code: Code, suffix: str) -> Path:
     return folder / f"{code.name}.{suffix}"
 
 
-def compile_graph(graph: Graph, stand_ins: Sequence[torch.Tensor], outputs: Sequence[Any], location: str) -> Runs:
+def compile_graph(
+    graph: Graph, stand_ins: Sequence[torch.Tensor], outputs: Sequence[Any], location: str
+) -> GraphFunction:
     """Compile a graph with Inductor.
 
     Raises:

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from fzero._torch import TensorMetadata, inductor_for_lengths
 from fzero.graph._polynomials import Polynomial, integers_in, map_integers
 from fzero.graph.ir import is_input
-from fzero.graph.run._segment_compiler import Code, Runs, compile_error, mark_compiled
+from fzero.graph.run._segment_compiler import Code, GraphFunction, compile_error, mark_compiled
 
 __all__ = ["Template", "compile_template", "segment_integers", "segment_structure"]
 
@@ -34,7 +34,7 @@ class Template(NamedTuple):
         return all(p.at(length) == n for p, n in zip(self.numbers, numbers, strict=True))
 
 
-def compile_template(template: Template) -> tuple[Runs, Callable[[int], bool]]:
+def compile_template(template: Template) -> tuple[GraphFunction, Callable[[int], bool]]:
     """Compile a segment for all lengths.
 
     Returns:

@@ -18,7 +18,7 @@ from fzero.graph._polynomials import Polynomial
 from fzero.graph.run._segment_compiler import Code, compile_all, compile_and_mark
 from fzero.graph.run._template import Template, compile_template
 
-__all__ = ["Workers", "helpers", "start"]
+__all__ = ["Workers", "start_workers", "worker_count"]
 
 _QUIET = subprocess.DEVNULL
 _MOST_WORKERS = 7  # workers of one rank; importing torch takes each a second of a core and 300 MB
@@ -55,12 +55,14 @@ def _spare_cores() -> int:
     return max(min(share, compile_threads()) - 1, 0)
 
 
-def helpers(cold: Sequence[Code]) -> int:
+def worker_count(cold: Sequence[Code]) -> int:
     """Return how many workers to start for some segments: none on a GPU, where each would need a CUDA context."""
     return min(_spare_cores(), len(cold) - 1) if all(code.on_cpu for code in cold) else 0
 
 
-def start(codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[str, Template] | None = None) -> Workers:
+def start_workers(
+    codes: Sequence[Code], count: int, nice: int = 0, templates: Mapping[str, Template] | None = None
+) -> Workers:
     """Start workers that compile segments.
 
     Args:

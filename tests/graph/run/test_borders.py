@@ -16,7 +16,7 @@ from fzero.graph.ir import graph_results, is_input
 from fzero.graph.planning._subgraphs import is_alias
 from fzero.graph.run import _executable, _program
 from fzero.graph.run._backends import LoweringOptions, lower
-from fzero.graph.run._executable import Executable, _with_traced_layouts, run_operations
+from fzero.graph.run._executable import Executable, _with_traced_layouts, make_operations_executable
 from fzero.graph.run._segment_compiler import compile_graph
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import Value, trace_graph
@@ -164,7 +164,7 @@ def test_segments_cut_anywhere_equal_the_operations_one_by_one(names, places):
     with pytest.MonkeyPatch.context() as patch, _torch.quiet_vmap_fallback():
         graph = trace_graph(made_of(names), args)
         runs, watched = compiled_as(graph, places, patch)
-        got, expected = runs([*args]), run_operations(graph)([*args])
+        got, expected = runs([*args]), make_operations_executable(graph)([*args])
     assert watched.seen >= len(got) and not runs.uncompiled
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=CLOSE, atol=CLOSE)
@@ -228,7 +228,7 @@ def test_a_kernel_result_with_unexpected_strides_does_not_fail_the_step():
     """oneDNN returns such strides for a convolution's gradients, uncompiled too: a view is a reshape there."""
     graph = trace_graph(lambda x: [x.view(-1) + 1], [torch.ones(2, 3)])
     x = torch.arange(6.0).view(3, 2).t()
-    assert torch.equal(run_operations(graph)([x])[0], x.reshape(-1) + 1)
+    assert torch.equal(make_operations_executable(graph)([x])[0], x.reshape(-1) + 1)
 
 
 def test_an_argument_with_other_strides_is_copied_at_each_call():

@@ -142,8 +142,8 @@ def test_auto_takes_over_without_a_segment_that_fails(monkeypatch, caplog):
     monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: True)
     monkeypatch.setattr(_auto_backend, "can_load", lambda code: True)
     executable, _ = train("auto")
-    assert executable.runs.fast is not None
-    assert 0 < executable.runs.fast.uncompiled < executable.distinct
+    assert executable.function.compiled is not None
+    assert 0 < executable.function.compiled.uncompiled < executable.distinct
     assert len(notices(caplog)) == 1
 
 

@@ -34,7 +34,7 @@ from tests.helpers import examples, needs_symbols, train_step_for
 
 @pytest.fixture(autouse=True)
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_lengths, "helpers", lambda cold: 0)
+    monkeypatch.setattr(_lengths, "worker_count", lambda cold: 0)
 
 
 @examples(60, 400)

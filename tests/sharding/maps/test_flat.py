@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fzero._torch import stand_ins_like, storage_id
 from fzero.graph.planning._live_ranges import peak_bytes as plan_peak
-from fzero.graph.run._executable import run_operations
+from fzero.graph.run._executable import make_operations_executable
 from fzero.graph.trace._trace import trace
 from fzero.sharding.maps._flat import flatten_by_copies, flatten_leaves, view_ranges
 from tests.memory import peak_bytes
@@ -75,5 +75,5 @@ def test_an_executor_flattens_with_no_memory_but_the_results():
         return [flatten_leaves([(x + 1).t(), (x + 2).t()], 0, 0)]
 
     traced = trace(step, stand_ins_like([torch.zeros(64, 32)]), [{"label": "x", "kind": "inputs"}]).graph
-    run, x = run_operations(traced), torch.randn(64, 32)
+    run, x = make_operations_executable(traced), torch.randn(64, 32)
     assert plan_peak(traced) == peak_bytes(lambda: run([x])) + x.nbytes == 5 * x.nbytes
