@@ -32,7 +32,8 @@ class Engine:
         params: the trained parameters, in the stage's layout.
         opt_state: the optimizer's state.
         buffers: the buffers of the trained model.
-        others: the other tensors of the models, as `LoopStep` takes them.
+        other_tensors: the frozen parameters of the trained model, and a pair of parameters and buffers of each other
+            model.
         exact_frozen: the frozen parameters that half precision rounds, as they were given, sharded as an optimizer's
             state is.
         metrics: the results of the latest step: the loss, the norm of the gradients, and for float16 the steps skipped.
@@ -46,7 +47,7 @@ class Engine:
         models: Models,
         params: Any,
         opt_state: Any,
-        state: Any,
+        frozen_and_buffers: Sequence[tuple[Any, Any]],
         exact_frozen: Any,
         precision: optim.Precision | None,
     ) -> None:
@@ -55,39 +56,39 @@ class Engine:
         self.models = models
         self.params = params
         self.opt_state = opt_state
-        (frozen, self.buffers), *rest = state
-        self.others = (frozen, *rest)
+        (frozen, self.buffers), *rest = frozen_and_buffers
+        self.other_tensors = (frozen, *rest)
         self.exact_frozen = exact_frozen
         self.metrics: dict[str, torch.Tensor] = {}
         self.precision = precision
-        self._run = None if backend is None else jit(step, backend=backend)
+        self._jitted_step = None if backend is None else jit(step, backend=backend)
         # An eager update of the whole tree would hold the state three times. The parameters are not donated: a user's
         # module may keep a loss with its graph, which holds them.
         update = replace(step, train_step=self._loop_step.update, check=False)  # no argument of it is a batch
         in_lockstep = step.mesh.simulation == "lockstep"  # which is not compiled, as a notice of jit would say
-        self._update = update if in_lockstep else jit(update, backend="fx", donate=(1, 2))
+        self._sharded_update = update if in_lockstep else jit(update, backend="fx", donate=(1, 2))
 
     @property
     def is_jitted(self) -> bool:
         """Whether steps are compiled."""
-        return self._run is not None
+        return self._jitted_step is not None
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the step."""
         return self.step.mesh
 
-    def train(self, batches: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, torch.Tensor]:
+    def run_step(self, batches: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, torch.Tensor]:
         """Run a step on this rank's micro-batches."""
         stacked = stack(batches, together=self.is_jitted and not self.models.apply.mutable_names)
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
-        state = self.params, self.opt_state, self.buffers, self.others
-        if self._run is not None:
-            new = self._run(*state, local, _tensors(rates))
+        arguments = self.params, self.opt_state, self.buffers, self.other_tensors
+        if self._jitted_step is not None:
+            new = self._jitted_step(*arguments, local, _tensors(rates))
             self.params, self.opt_state, self.buffers, self.metrics = new
             return self.metrics
-        grads, self.buffers, metrics = self._make_program(self._loop_step.accumulate)(*state, local)
-        del state  # the old optimizer's state is donated
+        grads, self.buffers, metrics = self._make_program(self._loop_step.accumulate)(*arguments, local)
+        del arguments  # the old optimizer's state is donated
         self.update(grads, rates)
         self.metrics = {**metrics, **self._loop_step.skipped(self.opt_state)}
         return self.metrics
@@ -98,11 +99,11 @@ class Engine:
         A loop that takes its micro-batches one by one adds them up, and calls `update`. The buffers are new at once.
         """
 
-        def run(params: Any, opt_state: Any, buffers: Any, others: Any) -> tuple[Any, Any, Any]:
-            return self._loop_step.gradients(params, opt_state, buffers, others, MicroBatch({}, batch, 1))
+        def program(params: Any, opt_state: Any, buffers: Any, other_tensors: Any) -> tuple[Any, Any, Any]:
+            return self._loop_step.gradients(params, opt_state, buffers, other_tensors, MicroBatch({}, batch, 1))
 
-        state = self.params, self.opt_state, self.buffers, self.others
-        loss, grads, self.buffers = self._make_program(run)(*state)
+        arguments = self.params, self.opt_state, self.buffers, self.other_tensors
+        loss, grads, self.buffers = self._make_program(program)(*arguments)
         return loss, grads
 
     def update_and_measure(self, grads: Any, rates: Sequence[float], loss: torch.Tensor) -> None:
@@ -123,7 +124,7 @@ class Engine:
 
     def update(self, grads: Any, rates: Sequence[float]) -> None:
         """Update the parameters by gradients, the sum of those of a step's micro-batches."""
-        self.params, self.opt_state = self._update(self.params, self.opt_state, grads, _tensors(rates))
+        self.params, self.opt_state = self._sharded_update(self.params, self.opt_state, grads, _tensors(rates))
 
     @property
     def optimizer_groups(self) -> ParamGroups:
@@ -138,18 +139,18 @@ class Engine:
         """Run `f(model, batch)` on every rank, without gradients, and return this rank's result."""
         results = []
 
-        def program(params: Any, buffers: Any, others: Any) -> None:
-            state = ((others[0], buffers), *others[1:])
+        def program(params: Any, buffers: Any, other_tensors: Any) -> None:
+            frozen_and_buffers = ((other_tensors[0], buffers), *other_tensors[1:])
             with torch.no_grad():  # here, for a rank in lockstep is a thread of its own
-                results.append(self.models.run(f, params, state, batch)[0])
+                results.append(self.models.run(f, params, frozen_and_buffers, batch)[0])
 
         params = self.params if self.precision is None else self.precision.to_param(self.params)
-        self.step.program(program)(params, self.buffers, self.others)
+        self.step.program(program)(params, self.buffers, self.other_tensors)
         return results[0]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter and buffer of the trained model by name, full and on the host. All ranks call it."""
-        values = {**self._exact_params(), **self.others[0], **self.exact_frozen, **self.buffers}
+        values = {**self._exact_params(), **self.other_tensors[0], **self.exact_frozen, **self.buffers}
         names, entries = list(values), list(values.values())
         in_units = set()
         for _, _, members in sharded_units(names, entries):
@@ -174,24 +175,24 @@ class Engine:
         model = self.models.apply.module
         names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
         # tied weights stay one tensor; a metric has tensors that are not buffers
-        state = model.state_dict(keep_vars=True)
-        return {key: full[names[id(x)]] if id(x) in names else x for key, x in state.items()}
+        entries = model.state_dict(keep_vars=True)
+        return {key: full[names[id(x)]] if id(x) in names else x for key, x in entries.items()}
 
     def _exact_params(self) -> Any:
         return self.params if self.precision is None else optim.master_params(self.params, self.opt_state)
 
     def save(self, folder: str) -> None:
         """Save the parameters, the optimizer's state and the buffers. All ranks call it."""
-        save(folder, self._state(), self.mesh).wait()
+        save(folder, self._checkpoint_tree(), self.mesh).wait()
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote, on any number of ranks and at any stage."""
-        state = load(folder, self._state(), self.mesh)
-        self.params, self.opt_state, self.buffers = state["params"], state["opt_state"], state["buffers"]
+        tree = load(folder, self._checkpoint_tree(), self.mesh)
+        self.params, self.opt_state, self.buffers = tree["params"], tree["opt_state"], tree["buffers"]
         self.params, self.opt_state = self._with_masters(self.params, self.opt_state, "as shards")
 
-    def _state(self) -> dict[str, Any]:
-        """Return the state in the form of all stages: with master weights in the optimizer's state."""
+    def _checkpoint_tree(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, in the form of all stages: with master weights in the optimizer's state."""
         params, opt_state = self._with_masters(self.params, self.opt_state, "in the state")
         return {"params": params, "opt_state": opt_state, "buffers": self.buffers}
 
@@ -234,7 +235,7 @@ class EngineOptions:
 
 def make_engine(
     model: torch.nn.Module,
-    others: Sequence[torch.nn.Module],
+    other_modules: Sequence[torch.nn.Module],
     loss: Callable[..., torch.Tensor],
     optimizer_groups: ParamGroups,
     opt: torch.optim.Optimizer | None,
@@ -246,30 +247,30 @@ def make_engine(
 
     Args:
         model: the model to train, in training mode.
-        others: other models that the loss calls; they are frozen.
+        other_modules: other models that the loss calls; they are frozen.
         loss: see `LoopStep`.
         optimizer_groups: the optimizer of the sharded step, by parameter groups.
         opt: the loop's optimizer, from which `optimizer_groups` was read; None for a loop that does not train.
         options: how the steps run.
     """
     mesh, backend, precision = options.mesh, options.backend, options.precision
-    for module in (model, *others):
+    for module in (model, *other_modules):
         _copy_from_first_rank(module, mesh)
     by_block = nn.functional_in_place(model, mesh.device) if options.in_place else _divide_at_blocks(model)
-    rest = [_divide_at_blocks(other.requires_grad_(False)) for other in others]
+    rest = [_divide_at_blocks(other.requires_grad_(False)) for other in other_modules]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
-    in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.others)
+    in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.other_applies)
     train_step = _make_train_step(in_step, loss, optimizer_groups, options)
     step = shard(train_step, stage=options.stage, mesh=mesh)
     rates = [0.0] * len(optimizer_groups.names) if opt is None else optimizer_groups.rates(opt)
     params, opt_state = step.init(by_block.params, train_step.optimizer(rates), donate=True)
 
-    parts = [_split_buffers(x, module) for x, module in zip([by_block, *rest], [model, *others], strict=True)]
+    parts = [_split_buffers(x, module) for x, module in zip([by_block, *rest], [model, *other_modules], strict=True)]
     exact_frozen = {} if precision is None else _exact_frozen(step, parts[0][0], precision)
     cast = (lambda frozen: frozen) if precision is None else precision.cast
-    state = [(step.partition(cast(frozen)), mesh.device_put(buffers)) for frozen, buffers in parts]
-    _release_modules(others if options.in_place else (model, *others))
-    for module in (model, *others, *[apply.module for apply in (models.apply, *models.others)]):
+    frozen_and_buffers = [(step.partition(cast(frozen)), mesh.device_put(buffers)) for frozen, buffers in parts]
+    _release_modules(other_modules if options.in_place else (model, *other_modules))
+    for module in (model, *other_modules, *[apply.module for apply in (models.apply, *models.other_applies)]):
         guard(module)
     if opt is not None:
         hold_stand_ins(opt, optimizer_groups, models.apply.module)
@@ -279,7 +280,7 @@ def make_engine(
         models=models,
         params=params,
         opt_state=opt_state,
-        state=state,
+        frozen_and_buffers=frozen_and_buffers,
         exact_frozen=exact_frozen,
         precision=precision,
     )

@@ -21,25 +21,25 @@ class Models:
 
     Attributes:
         apply: the trained model.
-        others: the other models.
+        other_applies: the other models.
     """
 
     apply: nn.Apply
-    others: tuple[nn.Apply, ...] = ()
+    other_applies: tuple[nn.Apply, ...] = ()
 
-    def run(self, f: Callable[..., Any], params: Any, state: Any, *args: Any) -> tuple[Any, Any]:
+    def run(self, f: Callable[..., Any], params: Any, frozen_and_buffers: Any, *args: Any) -> tuple[Any, Any]:
         """Run `f(model, *args)`, where the model and the others have the given tensors.
 
         Args:
             f: the function; it reaches the other models by itself.
             params: the trained parameters.
-            state: for each model, the trained one first, a pair of its frozen parameters and its buffers.
+            frozen_and_buffers: for each model, the trained one first, a pair of its frozen parameters and its buffers.
             *args: the other arguments of `f`.
 
         Returns:
             The result, and the new buffers of the trained model.
         """
-        (frozen, buffers), *rest = state
+        (frozen, buffers), *rest = frozen_and_buffers
         params, frozen = (params, frozen) if self.apply.blocks else gather((params, frozen))
 
         def of_model() -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ class Models:
             return out, {name: new[name] for name in buffers}
 
         inner = of_model
-        for apply, (others_params, others_buffers) in zip(self.others, rest, strict=True):
+        for apply, (others_params, others_buffers) in zip(self.other_applies, rest, strict=True):
             inner = _with_model(apply, others_params, others_buffers, inner)
         return inner()
 
@@ -88,32 +88,33 @@ class LoopStep:
         opt = opt if self.precision is None else optim.master_weights(opt, self.precision)
         return optim.dynamic_loss_scale(opt) if self.loss_scale else opt
 
-    def __call__(self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any, rates: Any) -> Any:
+    def __call__(self, params: Any, opt_state: Any, buffers: Any, other_tensors: Any, batches: Any, rates: Any) -> Any:
         """Run the step.
 
         Args:
             params: the trained parameters.
             opt_state: the optimizer's state.
             buffers: the buffers of the trained model.
-            others: the frozen parameters of the trained model, and a pair of parameters and buffers of each other one.
+            other_tensors: the frozen parameters of the trained model, and a pair of parameters and buffers of each
+                other one.
             batches: the micro-batches, stacked where they are alike.
             rates: the learning rates of the groups.
 
         Returns:
             `(params, opt_state, buffers, metrics)`.
         """
-        grads, buffers, metrics = self.accumulate(params, opt_state, buffers, others, batches)
+        grads, buffers, metrics = self.accumulate(params, opt_state, buffers, other_tensors, batches)
         params, opt_state = self.update(params, opt_state, grads, rates)
         return params, opt_state, buffers, {**metrics, **self.skipped(opt_state)}
 
     def accumulate(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batches: Any
+        self, params: Any, opt_state: Any, buffers: Any, other_tensors: Any, batches: Any
     ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
         """Return the sum of the gradients of the micro-batches, the new buffers, the loss and the norm."""
         total: Any = None
         grads: Any = None
         for batch in batches:
-            value, new, buffers = self.gradients(params, opt_state, buffers, others, batch)
+            value, new, buffers = self.gradients(params, opt_state, buffers, other_tensors, batch)
             total = value if total is None else total + value
             grads = new if grads is None else tree.elementwise(torch.add, grads, new)
         return grads, buffers, {"loss": total, "norm": optim.global_norm(grads)}
@@ -128,15 +129,15 @@ class LoopStep:
         return optim.apply_updates(params, updates), opt_state
 
     def gradients(
-        self, params: Any, opt_state: Any, buffers: Any, others: Any, batch: MicroBatch
+        self, params: Any, opt_state: Any, buffers: Any, other_tensors: Any, batch: MicroBatch
     ) -> tuple[torch.Tensor, Any, Any]:
         """Return the loss, the gradients and the new buffers of stacked micro-batches."""
         is_mutable = bool(self.models.apply.mutable_names)
 
         def loss_fn(params: Any, frozen: Any, tensors: Any) -> Any:
             one = {**tree.map(lambda x: x.squeeze(0), tensors), **batch.constants}
-            state = ((frozen[0], buffers), *frozen[1:])
-            loss, new = self.models.run(self.loss, params, state, one)
+            frozen_and_buffers = ((frozen[0], buffers), *frozen[1:])
+            loss, new = self.models.run(self.loss, params, frozen_and_buffers, one)
             loss = loss / self.ranks
             return (loss, new) if is_mutable else loss
 
@@ -145,6 +146,6 @@ class LoopStep:
         options |= {"autograd": self.autograd}
         make = scaled_value_and_grad if self.loss_scale else value_and_grad
         scaling: Any = (optim.loss_scale(opt_state).scale,) if self.loss_scale else ()
-        out, grads = make(loss_fn, *scaling, **options)(params, others, batch.tensors)
+        out, grads = make(loss_fn, *scaling, **options)(params, other_tensors, batch.tensors)
         loss, new = out if is_mutable else (out, buffers)
         return loss, grads, pmean(new) if is_mutable else buffers

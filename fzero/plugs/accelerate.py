@@ -54,7 +54,7 @@ class Step:
         batches = list(self._micro_batches)
         self._micro_batches.clear()  # before the step, which may raise an error
         skipped = self._engine.metrics.get("skipped", 0)
-        metrics = self._engine.train(batches, self._engine.optimizer_groups.rates(self.optimizer.optimizer))
+        metrics = self._engine.run_step(batches, self._engine.optimizer_groups.rates(self.optimizer.optimizer))
         self.norm = metrics["norm"]
         self.optimizer._is_overflow = "skipped" in metrics and bool(metrics["skipped"] > skipped)
         self.optimizer.optimizer.step()  # it has no gradients, and tells schedulers that it was called
@@ -138,7 +138,7 @@ def shard_loop(
     precision = half_precision(model, halves.get(str(accelerator.mixed_precision)))
     engine = make_engine(
         model,
-        others=[],
+        other_modules=[],
         loss=lambda model, one: loss(model, one["batch"]) / accelerator.gradient_accumulation_steps,
         optimizer_groups=groups,
         opt=optimizer,

@@ -98,7 +98,7 @@ class Strategy(Processes):
         self._precision = half_precision(module, mixed_dtype(self.precision_plugin))
         self._engine = make_engine(
             model=module,
-            others=[],
+            other_modules=[],
             loss=self._loss,
             optimizer_groups=groups,
             opt=opt,

@@ -142,7 +142,7 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     precision = half_precision(model, torch.bfloat16 if args.bf16 else float16)
     engine = make_engine(
         model=model.train(),
-        others=list(others.values()),
+        other_modules=list(others.values()),
         loss=functools.partial(_compute_loss, trainer),
         optimizer_groups=param_groups(opt, model, source),
         opt=opt,
@@ -161,7 +161,7 @@ def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend 
     for prepared in (shell, opt):  # so that accelerate neither moves nor wraps it
         prepared._is_accelerate_prepared = True
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = shell
-    for name, apply in zip(others, engine.models.others, strict=True):
+    for name, apply in zip(others, engine.models.other_applies, strict=True):
         setattr(trainer, name, apply.module)
 
 
@@ -230,7 +230,7 @@ class _ShardedTrainer(Trainer):
                 return torch.zeros((), device=self.args.device)
             batches = list(state.micro_batches)
             state.micro_batches.clear()  # before the step, which may raise an error
-            loss = engine.train(batches, rates)["loss"]
+            loss = engine.run_step(batches, rates)["loss"]
         if "skipped" in engine.metrics:
             optimizer.step_was_skipped = bool(engine.metrics["skipped"] > skipped)
         return loss

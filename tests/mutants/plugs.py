@@ -33,7 +33,7 @@ MUTANTS = [
         Fault(
             "a resumed run does not read its state",
             "Engine.load",
-            becomes("load(folder, self._state(), self.mesh)", "self._state()"),
+            becomes("load(folder, self._checkpoint_tree(), self.mesh)", "self._checkpoint_tree()"),
         ),
         Fault(
             "half-precision parameters are saved in place of their masters",
@@ -103,7 +103,7 @@ MUTANTS = [
         Fault("evaluation runs in full precision", "Engine.call", becomes("self.precision is None", "True")),
         Fault(
             "a state with master weights as shards loads at stage 3 alone",
-            "Engine._state",
+            "Engine._checkpoint_tree",
             becomes("A._with_masters(B, C, 'in the state')", "B, C"),
         ),
         Fault(

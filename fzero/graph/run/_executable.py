@@ -271,10 +271,8 @@ def _compiled_instruction(x: Any, compiled: Mapping[str, GraphFunction]) -> _Com
             origin=None if code is None else x.graph,
         )
     if isinstance(x.target, LoopProgram):
-        f, origin = (
-            x.target.make_function([make_segments_executable(program, compiled) for program in x.target.programs]),
-            None,
-        )
+        bodies = [make_segments_executable(program, compiled) for program in x.target.programs]
+        f, origin = x.target.make_function(bodies), None
     else:
         f, origin = _REPLACEMENTS.get(x.target, x.target), x.line
         f = published_wait(f, x.arguments.args[0], x.line) if x.target is WAIT else f
