@@ -54,10 +54,10 @@ else:
 
 # how many activities the rank has had, its step, whether it waits, seconds of work in steps and between, text
 RECORD = struct.Struct("<qq?dd200s")
-_LINGER = 30  # beats with which a heartbeat whose rank has ended makes sure that rank 0's knows it
-_URGENT = 0.1  # seconds between beats while there is something to say
-_BUSY = 0.05  # the share of a processor above which a rank is busy
-_DATAGRAM = 8192
+_LINGER_BEATS = 30  # with which a heartbeat whose rank has ended makes sure that rank 0's knows it
+_URGENT_SECONDS = 0.1  # between beats while there is something to say
+_BUSY_SHARE = 0.05  # the share of a processor above which a rank is busy
+_MAX_DATAGRAM_BYTES = 8192
 
 
 class Config(NamedTuple):
@@ -135,14 +135,14 @@ class _Process:
         )
 
     def _idle(self, now: float) -> float:
-        """Return for how long the rank used at most the share `_BUSY` at its activity."""
+        """Return for how long the rank used at most the share `_BUSY_SHARE` at its activity."""
         self._state, used, self._is_whole, self.links.silent = self._system.sample(now)
         if self._state == "D":
             return 0.0
         begin, self._is_new = (self._since if self._is_new else now), False
         if not self._uses or now - self._uses[-1][0] >= self._config.limit / 20:
             self._uses.append((begin, used))
-        while self._uses and used - self._uses[0][1] > _BUSY * (now - self._uses[0][0]) + 0.02:
+        while self._uses and used - self._uses[0][1] > _BUSY_SHARE * (now - self._uses[0][0]) + 0.02:
             self._uses.popleft()
         return now - self._uses[0][0] if self._uses else 0.0
 
@@ -196,7 +196,7 @@ class _Heartbeat:
                 last_beats += bool(self.process.end)
                 ending = self.process.end or self.process.broken or self.verdict
                 urgent = ending or not known or self.process.links.probes()
-                next_beat = time.monotonic() + (min(_URGENT, self.period) if urgent else self.period)
+                next_beat = time.monotonic() + (min(_URGENT_SECONDS, self.period) if urgent else self.period)
             self.send_verdict(now)
             self.end_rank(now)
             if not known and (self.member.echoed is not None or now > self.config.limit):
@@ -207,7 +207,7 @@ class _Heartbeat:
                     _tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
             if self.process.end:
                 ended_at = now if ended_at is None else ended_at
-                self.over = last_beats > _LINGER or self.is_known(ended_at)
+                self.over = last_beats > _LINGER_BEATS or self.is_known(ended_at)
 
     def is_known(self, ended_at: float) -> bool:
         """Return whether all who have to know that this rank has ended know it."""
@@ -274,7 +274,7 @@ class _Heartbeat:
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
-                    data, address = self.socket.recvfrom(_DATAGRAM)
+                    data, address = self.socket.recvfrom(_MAX_DATAGRAM_BYTES)
                     message = json.loads(data)
                     if message["token"] == self.config.token:
                         self.hear(message, address)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 __all__ = ["Link", "LinkEnds", "LinkWatch"]
 
-_SHARE = 4  # the other end of a connection is sought after this part of the limit without an acknowledgment
-_MOST = 4  # links that a datagram names
-_LASTING = 0.5  # the part of the limit for which a question stays open
+_SILENCE_DIVISOR = 4  # the part of the limit without an acknowledgment after which a link's other end is sought
+_MAX_LINKS = 4  # links that a datagram names
+_QUESTION_SHARE = 0.5  # the part of the limit for which a question stays open
 
 
 class Link(NamedTuple):
@@ -53,13 +53,13 @@ class LinkEnds:
             self._asked[Link(*link)] = (rank, now)
         for link in owned:
             self._owners[Link(*link).reversed()] = rank
-        self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * _LASTING}
+        self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * _QUESTION_SHARE}
         self._owners = {k: v for k, v in self._owners.items() if k in self._asked}
 
     def questions(self, rank: int) -> list[Link]:
         """Return the links that other ranks ask for, from the end that is sought."""
         asked = [k for k, (asker, _) in self._asked.items() if asker != rank and k not in self._owners]
-        return [k.reversed() for k in asked[:_MOST]]
+        return [k.reversed() for k in asked[:_MAX_LINKS]]
 
     def answers(self, rank: int) -> list[tuple[Link, int]]:
         """Return the links that a rank has asked for, and the rank at the other end of each."""
@@ -82,7 +82,7 @@ class LinkWatch:
 
     def sought(self) -> list[Link]:
         """Return the links whose other ends are to be found."""
-        return [k for k, seconds in self.silent.items() if seconds > self.limit / _SHARE][:_MOST]
+        return [k for k, seconds in self.silent.items() if seconds > self.limit / _SILENCE_DIVISOR][:_MAX_LINKS]
 
     def find(self, link: Sequence[Any], rank: int, port: int, now: float) -> None:
         """Take in which rank is at the other end of a link, and the port of its heartbeat."""
@@ -108,4 +108,4 @@ class LinkWatch:
         return max(cuts, key=lambda x: x[1], default=(-1, 0.0))
 
     def _is_cut(self, link: Link, now: float) -> bool:
-        return now - self._echoed[link] > self.limit / _SHARE
+        return now - self._echoed[link] > self.limit / _SILENCE_DIVISOR

@@ -23,9 +23,9 @@ __all__ = [
 
 FIRST_MESH = "the first mesh"  # the activity of a rank that waits for the others there
 GONE = ("ended", "failed", "died")  # how a process can be gone: normally, by an exception, or without a word
-_SETTLE = 0.5  # seconds after the first broken connection in which the other ranks' activities arrive
-_HASTE = 6  # once a connection has broken, a rank is lost after this fraction of the limit
-_LENGTH = 1200  # bytes of a text of activities, so that a datagram is one packet
+_SETTLE_SECONDS = 0.5  # after the first broken connection in which the other ranks' activities arrive
+_BROKEN_LIMIT_DIVISOR = 6  # once a connection has broken, a rank is lost after this fraction of the limit
+_MAX_TEXT_BYTES = 1200  # of a text of activities, so that a datagram is one packet
 
 
 class ProcessClock:
@@ -114,7 +114,7 @@ def _format_ranks(ranks: list[int]) -> str:
 
 
 def show_activities(activities: Mapping[int, Activity]) -> str:
-    """Format the activities of ranks, equal ones together, in at most `_LENGTH` characters."""
+    """Format the activities of ranks, equal ones together, in at most `_MAX_TEXT_BYTES` characters."""
     groups: dict[str, list[int]] = {}
     for rank, activity in sorted(activities.items()):
         process = "" if activity.process == "runs" else f" ({activity.process})"
@@ -125,7 +125,7 @@ def show_activities(activities: Mapping[int, Activity]) -> str:
         where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
         longest = max(activities[r].seconds for r in ranks)
         more = f"{'; ' if text else ''}{_format_ranks(ranks)} {where} {activity} for {longest:.0f} s"
-        if len(text) + len(more) > _LENGTH:
+        if len(text) + len(more) > _MAX_TEXT_BYTES:
             return f"{text}; and {len(groups) - count} more places"
         text += more
     return text
@@ -180,7 +180,7 @@ class FailureDetector:
 
     def _shown(self, rank: int, activity: Activity, now: float) -> Activity:
         silent = now - self.echoed[rank]
-        is_silent = activity.process not in GONE and silent > self.limit / (2 * _HASTE)
+        is_silent = activity.process not in GONE and silent > self.limit / (2 * _BROKEN_LIMIT_DIVISOR)
         return activity._replace(process="silent", seconds=activity.seconds + silent) if is_silent else activity
 
     def _lost(self, now: float) -> Iterator[tuple[int, str]]:
@@ -188,13 +188,13 @@ class FailureDetector:
         alive = {r: p for r, p in self.activities.items() if p.process not in GONE}
         broken = next((p.broken for p in self.activities.values() if p.broken), "")
         gone = {r: p for r, p in self.activities.items() if p.process in GONE}
-        is_missed = self._broken_at is not None and now - self._broken_at > _SETTLE
+        is_missed = self._broken_at is not None and now - self._broken_at > _SETTLE_SECONDS
         is_awaited = any(p.waiting and p.idle > self.limit for p in alive.values())
         for process in reversed(GONE):
             # others may go on among themselves after a rank has ended, so a long wait alone does not mean it
             if is_missed or (is_awaited and process != "ended"):
                 yield from ((r, _how_gone(p)) for r, p in gone.items() if p.process == process)
-        limit = self.limit / _HASTE if broken else self.limit
+        limit = self.limit / _BROKEN_LIMIT_DIVISOR if broken else self.limit
         for rank in alive:
             silent = now - self.echoed[rank]
             if silent > limit:
@@ -288,7 +288,7 @@ class RankZeroDetector:
                 rank=0, host=self.address, reason="no heartbeat of it has ever come", seen=str(self.activity), places=""
             )
         if self.verdict is None and self.echoed is not None:
-            silent, limit = now - self.echoed, self.limit / _HASTE if broken else self.limit
+            silent, limit = now - self.echoed, self.limit / _BROKEN_LIMIT_DIVISOR if broken else self.limit
             if self.activity.process in GONE and broken:
                 self.verdict = self._on_rank_0(_how_gone(self.activity))
             elif self.activity.process not in GONE and silent > limit:

@@ -37,9 +37,10 @@ __all__ = [
     "start_heartbeat",
 ]
 
-_SHARE = 6  # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
+# a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
+_LIMIT_DIVISOR = 6
 _KNOWN_WITHIN = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
-_GRACE = 10.0  # seconds beyond the limit in which a verdict arrives
+_VERDICT_SECONDS = 10.0  # beyond the limit in which a verdict arrives
 _log = logging.getLogger("fzero")
 
 
@@ -142,7 +143,7 @@ class HeartbeatClient:
             return None
         if self.lost is None and is_connection_error(error):
             self._send(f"broken {' '.join(str(error).split())[:200]}")
-            self._verdict_event.wait(self.limit + _GRACE)
+            self._verdict_event.wait(self.limit + _VERDICT_SECONDS)
         if self.lost is not None and isinstance(error, RuntimeError | OSError):
             self._send("raised")
             return self.lost
@@ -218,11 +219,12 @@ def start_heartbeat(store: Any, rank: int, size: int, address: str, timeout: flo
         rank: this process's rank.
         size: the number of ranks.
         address: rank 0's name or address; "" for the name of rank 0's host.
-        timeout: a silent rank is lost after `_SHARE` of it, and ranks that are all idle hang after as long. Where the
-            system does not tell what they use, that takes all of it. Endless work at one place takes twice as long.
+        timeout: a silent rank is lost after a part of it, by `_LIMIT_DIVISOR`, and ranks that are all idle hang after
+            as long. Where the system does not tell what they use, that takes all of it. Endless work at one place takes
+            twice as long.
     """
     key, runs = "fzero/heartbeat", bool(sys.executable)  # a program that embeds Python has none
-    host, limit = socket.gethostname(), timeout / _SHARE
+    host, limit = socket.gethostname(), timeout / _LIMIT_DIVISOR
     config = partial(Config, rank=rank, size=size, host=host, limit=limit, stall=timeout, memory=0)
     if rank == 0:
         token, where = secrets.token_hex(8), address or host

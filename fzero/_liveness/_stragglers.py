@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 __all__ = ["Pace", "Straggler", "Stragglers"]
 
-_STEPS = 10  # that all ranks make in one comparison
-_FACTOR = 1.3  # a rank is slow if it works longer than the others by this factor
-_LEAST = 1e-3  # and by as many seconds a step
+_COMPARED_STEPS = 10  # that all ranks make in one comparison
+_SLOW_FACTOR = 1.3  # a rank is slow if it works longer than the others by this factor
+_MIN_EXTRA_SECONDS = 1e-3  # and by as many seconds a step
 _PHASES = ("in the step", "between steps")
 
 
@@ -52,7 +52,7 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    """Compares the ranks each `_STEPS` steps. A rank is slow if it was so in two comparisons in a row.
+    """Compares the ranks each `_COMPARED_STEPS` steps. A rank is slow if it was so in two comparisons in a row.
 
     Attributes:
         slow_ranks: the ranks that were slow in the last two comparisons, each in the phase in which it loses most.
@@ -64,20 +64,20 @@ class Stragglers:
         self._since: dict[tuple[int, str], int] = {}  # rank and phase -> the step since which it is slow
 
     def compare(self, paces: dict[int, Pace], hosts: dict[int, str]) -> bool:
-        """Compare the ranks, if all have made `_STEPS` steps since the last comparison; return whether they have."""
+        """Compare the ranks, if all have made `_COMPARED_STEPS` steps since the last time; return whether they have."""
         is_back = any(pace.step < self._starts[r].step for r, pace in paces.items() if r in self._starts)
         if self._starts.keys() != paces.keys() or is_back:  # back at a checkpoint
             self._starts = dict(paces)
             return False
         steps = {r: pace.step - self._starts[r].step for r, pace in paces.items()}
-        if len(paces) < 2 or min(steps.values()) < _STEPS:
+        if len(paces) < 2 or min(steps.values()) < _COMPARED_STEPS:
             return False
         candidates: list[Straggler] = []
         for i, phase in enumerate(_PHASES):
             seconds = {r: (p.seconds[i] - self._starts[r].seconds[i]) / steps[r] for r, p in paces.items()}
             for rank, mine in seconds.items():
                 others = median(x for r, x in seconds.items() if r != rank)
-                if mine < _FACTOR * others or mine < others + _LEAST:
+                if mine < _SLOW_FACTOR * others or mine < others + _MIN_EXTRA_SECONDS:
                     self._since.pop((rank, phase), None)
                 elif (rank, phase) in self._since:
                     since = self._since[rank, phase]

@@ -19,16 +19,16 @@ else:  # in the process of a heartbeat, without the package
 
 __all__ = ["ProcessMonitor"]
 
-_DISK = 1e8  # bytes of a disk that count as much as a second of a processor
-_NETWORK = 1e6  # bytes of the network that do
-_PROBE = 4  # the timer of a connection whose peer does not read
+_DISK_BYTES_PER_SECOND = 1e8  # as much as a second of a processor counts
+_NETWORK_BYTES_PER_SECOND = 1e6
+_PROBE_TIMER = 4  # the timer of a connection whose peer does not read
 _REQUEST, _REPLY_SIZE = struct.Struct("=IHHIIBBBBI48x"), 1 << 17
 _DIAG_BY_FAMILY = 20  # SOCK_DIAG_BY_FAMILY, of the kernel's protocol sock_diag, as the four below
-_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
-_DONE = 3  # NLMSG_DONE
-_ERROR = 2  # NLMSG_ERROR
-_INFO = 2  # INET_DIAG_INFO
-_CONNECTED = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
+_NETLINK_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_NETLINK_DONE = 3  # NLMSG_DONE
+_NETLINK_ERROR = 2  # NLMSG_ERROR
+_DIAG_INFO = 2  # INET_DIAG_INFO
+_CONNECTED_STATES = 0xFFFFFFFF & ~(1 << 10)  # all states of a connection but listening
 
 
 class _Usage(NamedTuple):
@@ -36,7 +36,8 @@ class _Usage(NamedTuple):
 
     Attributes:
         state: the state of its process, such as "S" for asleep, "T" for stopped, "D" for a wait for a disk.
-        seconds: seconds of processors; of waits for a disk, and of data under way; weighed by `_DISK` and `_NETWORK`.
+        seconds: seconds of processors; of waits for a disk, and of data under way; weighed by
+            `_DISK_BYTES_PER_SECOND` and `_NETWORK_BYTES_PER_SECOND`.
         is_whole: whether the system tells all of it: the children and the connections, too.
         silent: the connections whose data nobody acknowledges, and for how many seconds.
     """
@@ -87,7 +88,7 @@ class ProcessMonitor:
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
                 self._add_seconds(("processor", pid), _stat(f"/proc/{pid}/stat")[1])
-                self._add_seconds(("disk", pid), _disk_bytes(pid) / _DISK)
+                self._add_seconds(("disk", pid), _disk_bytes(pid) / _DISK_BYTES_PER_SECOND)
                 states |= {_stat(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")}
                 files |= set(_socket_files(pid))
         try:
@@ -95,7 +96,7 @@ class ProcessMonitor:
         except (OSError, ValueError, struct.error):
             sockets, is_whole = {}, False
         for file, tcp in sockets.items():
-            self._add_seconds(("network", file), tcp.size / _NETWORK)
+            self._add_seconds(("network", file), tcp.size / _NETWORK_BYTES_PER_SECOND)
         silent = self._silent(sockets, now)
         if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
@@ -175,8 +176,8 @@ def _tcp_sockets() -> dict[int, _TcpConnection]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as s:
         s.settimeout(1.0)
         for family in (socket.AF_INET, socket.AF_INET6):
-            options = family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _CONNECTED
-            s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _DUMP, 1, 0, *options))
+            options = family, socket.IPPROTO_TCP, 1 << (_DIAG_INFO - 1), 0, _CONNECTED_STATES
+            s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _NETLINK_DUMP, 1, 0, *options))
             for message in _messages(s):
                 file, tcp = _read_connection(message)
                 sockets[file] = tcp
@@ -189,9 +190,9 @@ def _messages(s: socket.socket) -> Iterator[bytes]:
         data = s.recv(_REPLY_SIZE)
         while data:
             size, kind = struct.unpack_from("=IH", data)
-            if kind == _DONE:
+            if kind == _NETLINK_DONE:
                 return
-            if kind == _ERROR:
+            if kind == _NETLINK_ERROR:
                 raise OSError("the system does not tell its connections")
             yield data[16:size]
             data = data[(size + 3) & ~3 :]
@@ -203,12 +204,12 @@ def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
     acknowledged, received, rest = 0, 0, message[72:]
     while len(rest) >= 4:
         length, kind = struct.unpack_from("=HH", rest)
-        if kind == _INFO and length >= 4 + 136:
+        if kind == _DIAG_INFO and length >= 4 + 136:
             acknowledged, received = struct.unpack_from("=QQ", rest, 4 + 120)
         rest = rest[(max(length, 4) + 3) & ~3 :]
     ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
     link = Link(_address(message[0], one), ports[0], _address(message[0], other), ports[1])
-    return file, _TcpConnection(unsent > 0 and timer != _PROBE, acknowledged + received, acknowledged, link)
+    return file, _TcpConnection(unsent > 0 and timer != _PROBE_TIMER, acknowledged + received, acknowledged, link)
 
 
 def _address(family: int, data: bytes) -> str:

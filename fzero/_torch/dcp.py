@@ -38,7 +38,7 @@ _ALLOWED = {
 }
 
 
-_LONGEST = 4096  # characters of a path
+_MAX_PATH_LETTERS = 4096
 
 
 _Python: Any = pickle._Unpickler  # pyright: ignore
@@ -69,7 +69,7 @@ class _Unpickler(_Python):
 
 
 def _joined_path(*parts: str) -> str:
-    if sum(len(part) + 1 for part in parts) > _LONGEST:  # each call may double what the last one made
+    if sum(len(part) + 1 for part in parts) > _MAX_PATH_LETTERS:  # each call may double what the last one made
         raise pickle.UnpicklingError("it holds a path that is too long")
     return "/".join(parts)
 

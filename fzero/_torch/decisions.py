@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedSizeError", "decisions"]
 
-_DEGREE = 2  # the largest degree of the polynomials that sizes may be
-_COMPARISONS = 500  # the largest number of comparisons; each takes milliseconds
+_MAX_DEGREE = 2  # of the polynomials that sizes may be
+_MAX_COMPARISONS = 500  # each takes milliseconds
 
 
 class FixedSizeError(RuntimeError):
@@ -63,8 +63,8 @@ def decisions(
     symbol = _symbol_of(stand_ins, size_dims)
     operations = _Operations(symbol, env)
     _record_operations(f, stand_ins, mode, operations)
-    if len(env.guards) > _COMPARISONS:
-        raise FixedSizeError(f"it compares the length more than {_COMPARISONS} times")
+    if len(env.guards) > _MAX_COMPARISONS:
+        raise FixedSizeError(f"it compares the length more than {_MAX_COMPARISONS} times")
     operations.check_not_fixed("")
     if operations.refusal is not None:  # the function may have caught this error
         raise operations.refusal
@@ -84,8 +84,8 @@ def _environment() -> "ShapeEnv":
 
     class Limited(ShapeEnv):
         def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-            if len(self.guards) > _COMPARISONS:
-                raise FixedSizeError(f"it compares the length more than {_COMPARISONS} times, at {user_line()}")
+            if len(self.guards) > _MAX_COMPARISONS:
+                raise FixedSizeError(f"it compares the length more than {_MAX_COMPARISONS} times, at {user_line()}")
             return super().evaluate_expr(*args, **kwargs)
 
     return Limited(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # no sizes from values
@@ -162,7 +162,7 @@ class _Operations(TorchDispatchMode):
                 self._check(size)
         elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.checked:
             simple = _simplify(expr, self.symbol)
-            if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > _DEGREE:
+            if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > _MAX_DEGREE:
                 self._refuse(f"a size at {user_line()} is {expr}, no polynomial of the length")
             self.checked.add(expr)
         elif isinstance(x, torch.SymFloat | torch.SymBool):

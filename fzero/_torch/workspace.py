@@ -8,8 +8,8 @@ import torch
 __all__ = ["matrix_workspace_bytes"]
 
 # The defaults of torch's aten/src/ATen/cuda/CublasHandlePool.cpp, in torch 2.11 to 2.15.
-_HOPPER = 32 << 20  # bytes, from compute capability 9.0 on
-_OLDER = 2 * (4096 << 10) + 8 * (16 << 10)
+_HOPPER_BYTES = 32 << 20  # from compute capability 9.0 on
+_OLDER_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
 
 
 def matrix_workspace_bytes(kind: str) -> int:
@@ -27,4 +27,4 @@ def matrix_workspace_bytes(kind: str) -> int:
     if pairs:
         return sum([(int(kilobytes) << 10) * int(count) for kilobytes, count in pairs])
     is_older = torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
-    return _OLDER if is_older else _HOPPER
+    return _OLDER_BYTES if is_older else _HOPPER_BYTES

@@ -21,7 +21,7 @@ from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 __all__ = ["StoreChannel", "agree", "all_or_none", "check_same_on_ranks"]
 
 _T = TypeVar("_T")
-_POLL = 0.005  # seconds
+_POLL_SECONDS = 0.005
 
 
 def _error_line(error: BaseException) -> str:
@@ -187,7 +187,7 @@ class StoreChannel:
             while not self._store.check([key]):
                 if time.monotonic() > end:
                     raise CheckpointError(f"rank {rank} did not report within {self._timeout:g} s")
-                time.sleep(_POLL)
+                time.sleep(_POLL_SECONDS)
             return self._store.get(key).decode()
         except DistError as error:
             raise CheckpointError(f"the store is gone, because rank 0 ended ({_error_line(error)[:80]})") from error
@@ -215,7 +215,7 @@ class StoreChannel:
         keys = [self._key("acknowledged", r) for r in range(1, self._ranks)]
         end = time.monotonic() + min(self._timeout, 10)
         while keys and not self._store.check(keys) and time.monotonic() < end:
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
 
     def save_as_follower(self, work: Callable[[], dict[int, File]]) -> str:
         """Do another rank's work, report the result to rank 0, and return the errors of all ranks.

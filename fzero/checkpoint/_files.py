@@ -17,9 +17,9 @@ __all__ = ["Files", "LocalFolder", "files_at", "hold_lock"]
 
 
 # no such file: also a link to itself, a name that no file can have, and a socket
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
-_VECTORS = 1024  # the most buffers of one system call
-_AHEAD = 1 << 24  # bytes written before the system is told to flush them
+_MISSING_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+_MAX_BUFFERS = 1024  # of one system call
+_MAX_UNFLUSHED_BYTES = 1 << 24  # written before the system is told to flush them
 
 
 class Files(Protocol):
@@ -148,7 +148,7 @@ class LocalFolder:
         except UnicodeEncodeError:
             return None
         except OSError as error:
-            if error.errno in _MISSING:
+            if error.errno in _MISSING_ERRORS:
                 return None
             raise
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -174,7 +174,9 @@ class LocalFolder:
         try:
             fd = os.open(self._at(name), os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            raise FileNotFoundError(error.errno, error.strerror, name) if error.errno in _MISSING else error from None
+            if error.errno in _MISSING_ERRORS:
+                raise FileNotFoundError(error.errno, error.strerror, name) from None
+            raise
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
@@ -205,7 +207,8 @@ class LocalFolder:
             for part in parts:
                 for views in _batches(part):
                     at += _repeat_until_moved(lambda rest, _: os.writev(fd, rest), views)
-                if at - flush_start >= _AHEAD:  # flushing from now on, not at the end, saves a fifth of a save's time
+                # flushing from now on, not at the end, saves a fifth of a save's time
+                if at - flush_start >= _MAX_UNFLUSHED_BYTES:
                     _start_writeback(fd, flush_start, at - flush_start)
                     flush_start = at
             os.fsync(fd)
@@ -287,8 +290,8 @@ def _start_writeback(fd: int, start: int, nbytes: int) -> None:
 def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Split views into batches, each small enough for one system call."""
     nonempty = [v for v in views if len(v)]
-    for i in range(0, len(nonempty), _VECTORS):
-        yield nonempty[i : i + _VECTORS]
+    for i in range(0, len(nonempty), _MAX_BUFFERS):
+        yield nonempty[i : i + _MAX_BUFFERS]
 
 
 def _repeat_until_moved(call: Any, views: list[memoryview]) -> int:

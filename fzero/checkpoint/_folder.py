@@ -30,7 +30,7 @@ from fzero.tree import Tree
 
 __all__ = ["Checkpoints", "checkpoints", "read_complete", "step_name", "step_numbers"]
 
-_DIGITS = 15  # the most digits of a step's number
+_MAX_DIGITS = 15  # of a step's number
 
 
 @api_boundary
@@ -252,7 +252,7 @@ class Checkpoints:
     ) -> SaveHandle:
         """Begin a save after the last one has ended, since both would use one staging buffer."""
         check_int(
-            "step", step, 0, "the number of the step, as in checkpoints.save(step, values)", maximum=10**_DIGITS - 1
+            "step", step, 0, "the number of the step, as in checkpoints.save(step, values)", maximum=10**_MAX_DIGITS - 1
         )
         self.wait()
         if files is self._files:
@@ -378,7 +378,9 @@ class Checkpoints:
 
 def step_numbers(files: Files) -> list[int]:
     """List the steps that have a folder, oldest first, complete or not."""
-    return sorted([int(m[1]) for name in files.folders() if (m := re.fullmatch(rf"step-(\d{{8,{_DIGITS}}})", name))])
+    return sorted(
+        [int(m[1]) for name in files.folders() if (m := re.fullmatch(rf"step-(\d{{8,{_MAX_DIGITS}}})", name))]
+    )
 
 
 def step_name(step: int) -> str:

@@ -24,7 +24,7 @@ from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Hosts", "SharedMemory"]
 
-_LATEST = 4  # steps of a host that may be the newest whole one: more than a host has at a time
+_MAX_NEWEST_STEPS = 4  # steps of a host that may be the newest whole one: more than a host has at a time
 
 
 def _host_name() -> str:
@@ -201,8 +201,8 @@ class SharedMemory(LocalFolder):
             steps: the steps that have a folder on this host.
             name: returns the name of a step's folder.
         """
-        latest = sorted(steps)[-_LATEST:]
-        all_numbers = self.hosts.numbers([*latest, *[-1] * (_LATEST - len(latest))])
+        latest = sorted(steps)[-_MAX_NEWEST_STEPS:]
+        all_numbers = self.hosts.numbers([*latest, *[-1] * (_MAX_NEWEST_STEPS - len(latest))])
         candidates = sorted({n for numbers in all_numbers for n in numbers if n >= 0}, reverse=True)
         return next((n for n in candidates if self.subfolder(name(n)).manifest() is not None), None)
 

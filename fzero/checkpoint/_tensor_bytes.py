@@ -11,7 +11,7 @@ from fzero.sharding import slice_elements
 __all__ = ["byte_views", "is_direct", "view_bytes", "view_or_parts"]
 
 
-_CHUNK = 1 << 22  # bytes of a copy
+_CHUNK_BYTES = 1 << 22  # of a copy
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:
@@ -34,7 +34,7 @@ def byte_views(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
     if is_direct(x):
         yield view_bytes(x.view(-1)[start:stop])
         return
-    step = max(_CHUNK // x.element_size(), 1)
+    step = max(_CHUNK_BYTES // x.element_size(), 1)
     for at in range(start, stop, step):
         for part in view_or_parts(x, at, min(at + step, stop)):
             yield view_bytes(part.cpu())
@@ -45,6 +45,6 @@ def view_or_parts(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tens
     if x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         yield x.view(-1)[start:stop]
         return
-    step = max(_CHUNK // x.element_size(), 1)
+    step = max(_CHUNK_BYTES // x.element_size(), 1)
     for at in range(start, stop, step):
         yield slice_elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()

@@ -44,7 +44,7 @@ KINDS = {
 
 _TINY = torch.finfo(torch.float32).tiny  # the smallest scale: below it a quotient would overflow
 _FRACTION_BITS = (1 << 23) - 1  # of float32
-_FRACTION = 1 << 24  # the number of distinct fractions of a random rounding: as many as float32 resolves below 1
+_FRACTION_COUNT = 1 << 24  # the number of distinct fractions of a random rounding: as many as float32 resolves below 1
 
 
 def largest_magnitudes(blocks: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _draw_fractions(blocks: torch.Tensor, first: int) -> torch.Tensor:
     places = torch.arange(first * b, (first + n) * b, device=blocks.device).view(n, b)
     values = view_bits(blocks.to(torch.float32).contiguous(), torch.int32).to(torch.int64)
     random = mix_bits(values & 0xFFFFFFFF, places << 32)
-    return ((random >> 32) & (_FRACTION - 1)).to(torch.float32) / _FRACTION
+    return ((random >> 32) & (_FRACTION_COUNT - 1)).to(torch.float32) / _FRACTION_COUNT
 
 
 def pack(kind: CodeKind, codes: torch.Tensor) -> torch.Tensor:

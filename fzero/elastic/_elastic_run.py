@@ -34,7 +34,7 @@ from fzero.tree import Tree
 __all__ = ["ElasticRun", "run"]
 
 _T = TypeVar("_T")
-_POLL = 0.2  # seconds between two looks of a spare
+_POLL_SECONDS = 0.2  # between two looks of a spare
 _CALLS = itertools.count()  # the same on all ranks, since they run one script
 _log = logging.getLogger("fzero")
 
@@ -357,7 +357,7 @@ def _wait_as_spare(world: World, ranks: int, call_number: int) -> None:
     try:
         store = connect_store(world, TIMEOUT)
         while not store.check([_end_key(call_number)]):
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
     except DistError:  # rank 0 has served the store, and has ended
         _log.warning("rank %d, a spare, ends, since the store is gone", world.rank)
 

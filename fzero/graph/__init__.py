@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
 from fzero.graph import loop
+from fzero.graph._candidates import PEAK_TOLERANCE
 from fzero.graph._collector import pause_collector
 from fzero.graph._entry import JitOptions
 from fzero.graph._jit import Jitted, jit
@@ -39,6 +40,7 @@ __all__ = [
 INTERNAL = [
     "KINDS",
     "LIMITS",
+    "PEAK_TOLERANCE",
     "PlanSettings",
     "StepOfRank",
     "TimedOperation",

@@ -18,9 +18,9 @@ from fzero.graph.planning._clocks import estimate_seconds
 from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.planning._plan import PlanSettings
 
-__all__ = ["Candidate", "candidates", "choose"]
+__all__ = ["PEAK_TOLERANCE", "Candidate", "candidates", "choose"]
 
-_SLACK = 1.03  # without a budget, a faster schedule's peak may be this many times the smallest peak
+PEAK_TOLERANCE = 1.03  # without a budget, a faster schedule's peak may be this many times the smallest peak
 
 _T = TypeVar("_T")
 _Rate = Callable[[Graph], tuple[int, float]]  # returns the peak in bytes and the duration in seconds
@@ -209,7 +209,7 @@ def _overlaps(options: ScheduleOptions, has_reduce: bool) -> list[tuple[int | st
 
 def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:
     """Return the largest peak that a schedule may have, in bytes."""
-    return budget if budget is not None else _SLACK * min(c.peak_bytes for c in schedules)
+    return budget if budget is not None else PEAK_TOLERANCE * min(c.peak_bytes for c in schedules)
 
 
 def _choices(option: _T | str, auto: list[_T]) -> list[_T]:

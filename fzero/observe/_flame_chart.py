@@ -24,13 +24,13 @@ _OPERATIONS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#ff9d98", "#bab0ac")
 _OTHER_COLOUR = "#dddddd"
 
 
-_DEPTH = 8  # the largest number of rows of the chart for functions and modules
+_MAX_ROWS = 8  # the largest number of rows of the chart for functions and modules
 
 
-_LEAST = 0.0005  # bars below this share of the step are left out
+_MIN_SHARE = 0.0005  # bars below this share of the step are left out
 
 
-_LETTERS = 170  # the number of letters that fit into the full width
+_LETTERS_PER_LINE = 170  # the number of letters that fit into the full width
 
 
 class _Bar(NamedTuple):
@@ -73,7 +73,7 @@ def _bars(spans: Sequence[Span]) -> Iterator[_Bar]:
 
 def _row_names(spans: Sequence[Span]) -> tuple[str, ...]:
     """Return the names of a chart's rows: as many for functions and modules as the deepest stack has, at most 8."""
-    depth = min(max([len(_span_frames(s)) for s in spans], default=1), _DEPTH)
+    depth = min(max([len(_span_frames(s)) for s in spans], default=1), _MAX_ROWS)
     return ("pass", "function", *[""] * (depth - 1), "line", "operation")
 
 
@@ -98,7 +98,7 @@ def _without_numbers(name: str) -> str:
 
 def _colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
     """Return the colours of passes, of the most expensive functions, and of the most expensive operations, by name."""
-    functions = [(_without_numbers(_span_frames(s)[:_DEPTH][-1]), s.seconds) for s in spans]
+    functions = [(_without_numbers(_span_frames(s)[:_MAX_ROWS][-1]), s.seconds) for s in spans]
     operations = [(_span_operation(s), s.seconds) for s in spans]
     return _PASSES, _colours_of_top(functions, _FUNCTIONS), _colours_of_top(operations, _OPERATIONS)
 
@@ -113,7 +113,7 @@ def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) 
 
 def _cut_label(text: str, share: float) -> str:
     """Return a text cut to a share of the width; "" if not even its beginning fits."""
-    room = int(_LETTERS * share)
+    room = int(_LETTERS_PER_LINE * share)
     if len(text) <= room:
         return text
     return text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}" if room >= 4 else ""
@@ -129,7 +129,7 @@ def draw(name: str, spans: Sequence[Span]) -> Any:
     passes, functions, operations = _colours(spans)
     total = sum([s.seconds for s in spans]) or 1.0
     for bar in _bars(spans):
-        if bar.seconds < _LEAST * total:
+        if bar.seconds < _MIN_SHARE * total:
             continue
         if 0 < bar.row < len(rows) - 1:
             colour = functions.get(bar.function, _OTHER_COLOUR)

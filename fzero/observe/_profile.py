@@ -22,10 +22,10 @@ from fzero.observe._lines import LineCost, Span, StackCost, by_line, by_stack, r
 __all__ = ["Cost", "Profile", "profile"]
 
 _LEAST_ROW = 0.02  # functions below this share of the step are not printed
-_ROWS = 24  # the largest number of printed functions
+_MAX_ROWS = 24  # the largest number of printed functions
 
 
-_MARK = "fzero.profile: step"
+_STEP_MARK = "fzero.profile: step"
 _KINDS = ("compute", "compiled", "collectives", "waits", "copies", "Python")
 
 
@@ -102,11 +102,11 @@ class Profile(FigureReport):
             "functions and modules, each with all that it calls",
             _table_line("", "ms", "share", "calls", "backward"),
         ]
-        for c in costs[:_ROWS]:
+        for c in costs[:_MAX_ROWS]:
             label_text = "  " * (len(c.stack) - 1) + c.stack[-1]
             share, backward = f"{c.seconds / total:.1%}", f"{c.backward_seconds * 1e3:.2f}"
             rows.append(_table_line(label_text, f"{c.seconds * 1e3:.2f}", share, f"{c.calls:,}", backward))
-        more = len(costs) - _ROWS
+        more = len(costs) - _MAX_ROWS
         return [*rows, *([f"      and {more} more in Profile.stacks"] if more > 0 else []), ""]
 
     def _by_line(self) -> list[str]:
@@ -200,7 +200,7 @@ def _time_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     args_copy, kwargs_copy = _copy(args), _copy(kwargs)
     _start_together()
     start = time.perf_counter()
-    with torch.profiler.record_function(_MARK):
+    with torch.profiler.record_function(_STEP_MARK):
         out = step(*args_copy, **kwargs_copy)
         wait_for_device()
     seconds = time.perf_counter() - start
@@ -267,7 +267,7 @@ def _path_of_rank(path: Path) -> Path:
 def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
     """Add up the operations within the marks, on the thread of the marks. Return the seconds of a step with them."""
     events = list(events)
-    marks = [e for e in events if e.name == _MARK]
+    marks = [e for e in events if e.name == _STEP_MARK]
     threads = {e.thread for e in marks}
     spans = [(e.time_range.start, e.time_range.end) for e in marks]
     sums_by_name: dict[str, list[float]] = {}
@@ -285,7 +285,7 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
     ]
     seconds = sum([end - start for start, end in spans]) / 1e6 / steps
     return seconds, tuple(
-        sorted([c for c in costs if c.name != _MARK], key=lambda c: -max(c.seconds, c.device_seconds))
+        sorted([c for c in costs if c.name != _STEP_MARK], key=lambda c: -max(c.seconds, c.device_seconds))
     )
 
 

@@ -58,9 +58,9 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
 
 # A tensor is read in rows of this many int32 words, 256 KiB, which fit into a core's cache. The number is 4 times a
 # prime. So a regular pattern, such as a column, does not hit one word of each row, and 16-byte elements fill a row.
-_WORDS = 4 * 16381
-_FACTOR = 747796405  # odd, so that a product modulo 2**32 loses no bits of a word
-_SCRAMBLE = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
+_BLOCK_WORDS = 4 * 16381
+_CHECKSUM_FACTOR = 747796405  # odd, so that a product modulo 2**32 loses no bits of a word
+_CHECKSUM_SALT = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -70,13 +70,13 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     a nan equals itself, and 0.0 differs from -0.0.
     """
     words = _fold(x.detach())
-    hashes = torch.arange(len(words), device=x.device).mul_(2).add_(1).mul_(_SCRAMBLE)
+    hashes = torch.arange(len(words), device=x.device).mul_(2).add_(1).mul_(_CHECKSUM_SALT)
     weights = hashes.bitwise_xor_(hashes >> 32).bitwise_or_(1)  # an odd weight for each word
     return weights.mul_(words).sum()
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
-    """Return the int32 sum of rows of words, each multiplied by a power of `_FACTOR` that depends on its index."""
+    """Return the int32 sum of rows of words, each multiplied by `_CHECKSUM_FACTOR` to a power by its index."""
     total = torch.empty(0, dtype=torch.int32, device=x.device)
     for i, row in enumerate(_rows(x)):
         if i == 0:
@@ -85,7 +85,7 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
         if i == 1:
             total = total.clone()  # the first row may be a view of x
         part = total[: len(row)]
-        torch.add(row, part, alpha=_FACTOR, out=part)
+        torch.add(row, part, alpha=_CHECKSUM_FACTOR, out=part)
     return total
 
 
@@ -93,9 +93,9 @@ def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor's bytes as int32 words, one row at a time."""
     is_aligned = x.nbytes % 4 == x.storage_offset() * x.element_size() % 4 == 0
     if is_aligned and x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
-        yield from x.view(-1).view(torch.int32).split(_WORDS)
+        yield from x.view(-1).view(torch.int32).split(_BLOCK_WORDS)
         return
-    size = 4 * _WORDS // x.element_size()
+    size = 4 * _BLOCK_WORDS // x.element_size()
     for start in range(0, x.numel(), size):
         yield _words(slice_elements(x, start, min(start + size, x.numel())))
 

@@ -28,7 +28,7 @@ __all__ = ["TIMEOUT", "World", "check_timeout", "connect_store", "find_device", 
 
 
 TIMEOUT = 300.0  # seconds
-_RETRY = 0.1  # seconds before the next try to reach rank 0
+_RETRY_SECONDS = 0.1  # before the next try to reach rank 0
 
 _PROCESS_OF: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """The process that first used each default group. A forked child inherits its parent's group and connections."""
@@ -208,7 +208,7 @@ def _open_store(world: World, timeout: float) -> Store:
     seconds = store_patience(timeout)
     end = time.monotonic() + seconds
     while True:
-        remaining = max(end - time.monotonic(), _RETRY)
+        remaining = max(end - time.monotonic(), _RETRY_SECONDS)
         try:
             store = connect_store(world, remaining)
             return PrefixStore(rendezvous(store, world.rank, world.size, timeout), store)
@@ -219,7 +219,7 @@ def _open_store(world: World, timeout: float) -> Store:
                 raise RuntimeError(f"rank 0 could not open a store: {meeting}") from error
             if time.monotonic() >= end:
                 raise RuntimeError(f"rank {world.rank} did not reach rank 0 within {seconds:g} s: {meeting}") from error
-            time.sleep(_RETRY)  # rank 0 of an earlier world was ending
+            time.sleep(_RETRY_SECONDS)  # rank 0 of an earlier world was ending
 
 
 def connect_store(world: World, timeout: float) -> Store:

@@ -16,10 +16,11 @@ from torch.distributed import (
 __all__ = ["MissingRankError", "rendezvous", "store_patience"]
 
 
-_POLL = 0.01  # seconds between two polls of rank 0
-_PATIENCE = 50.0  # seconds in which nobody comes, after which the others give up; a sixth of a longer timeout
-_EARLY = 6  # after this part of it the log says which ranks have not come
-_SIGNS = 10  # signs of life that rank 0 gives in that time
+_POLL_SECONDS = 0.01  # between two polls of rank 0
+_MIN_PATIENCE_SECONDS = 50.0  # the patience: seconds in which nobody comes, after which the others give up
+_PATIENCE_DIVISOR = 6  # the part of a long timeout that is the patience
+_WARNING_DIVISOR = 6  # the part of the patience after which the log says which ranks have not come
+_SIGNS_OF_LIFE = 10  # that rank 0 gives during the patience
 _NOT_HERE = "%s did not come to the first mesh within %.0f s; this rank gives up %.0f s after the last one has come"
 _log = logging.getLogger("fzero")
 
@@ -61,7 +62,7 @@ def rendezvous(store: Any, rank: int, size: int, timeout: float) -> str:
 
 def store_patience(timeout: float) -> float:
     """Return after how many seconds in which no rank comes the others give up."""
-    return min(timeout, max(timeout / _EARLY, _PATIENCE))
+    return min(timeout, max(timeout / _PATIENCE_DIVISOR, _MIN_PATIENCE_SECONDS))
 
 
 def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
@@ -72,23 +73,23 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     while absent:
         if now >= sign_at:  # before the first answer: who waits for this rank knows that it lives
             store.set(f"{world}/alive", str(now))
-            sign_at = now + patience / _SIGNS
+            sign_at = now + patience / _SIGNS_OF_LIFE
         for rank in absent:
             _answer(store, rank, world, answered)
         left, now = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])], time.monotonic()
         absent, came_at = left, came_at if len(left) == len(absent) else now
         if absent and now > min(start + timeout, came_at + patience):
             break
-        if absent and not is_told and now > came_at + patience / _EARLY:
+        if absent and not is_told and now > came_at + patience / _WARNING_DIVISOR:
             is_told = True
             names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
-            _log.warning(_NOT_HERE, names, patience / _EARLY, patience)
-        time.sleep(_POLL if absent else 0)
+            _log.warning(_NOT_HERE, names, patience / _WARNING_DIVISOR, patience)
+        time.sleep(_POLL_SECONDS if absent else 0)
     store.set(f"{world}/absent", str(absent[0]) if absent else "")
     if absent:
         present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
         with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
-            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS))
+            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
         raise MissingRankError(_absent_message(absent[0]))
     return world
 
@@ -108,10 +109,10 @@ def _as_other_rank(store: Any, rank: int, patience: float) -> str:
     store.set(f"fzero/hello/{rank}", hello)
     message = f"rank {rank} did not reach rank 0"
     try:
-        world = _wait_for(store, f"fzero/answer/{hello}", patience / _EARLY, patience, message)
+        world = _wait_for(store, f"fzero/answer/{hello}", patience / _WARNING_DIVISOR, patience, message)
     except MissingRankError:
-        _log.warning(_NOT_HERE, "rank 0", patience / _EARLY, patience)
-        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _EARLY), patience, message)
+        _log.warning(_NOT_HERE, "rank 0", patience / _WARNING_DIVISOR, patience)
+        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _WARNING_DIVISOR), patience, message)
     store.set(f"{world}/arrived/{rank}", "")
     absent = _await_outcome(store, rank, world, patience)
     if absent:
@@ -125,9 +126,9 @@ def _await_outcome(store: Any, rank: int, world: str, patience: float) -> str:
     sign, since, message = "", time.monotonic(), f"rank {rank} lost rank 0 during the rendezvous"
     while True:
         try:
-            return _wait_for(store, f"{world}/absent", patience / _SIGNS, patience, message)
+            return _wait_for(store, f"{world}/absent", patience / _SIGNS_OF_LIFE, patience, message)
         except MissingRankError:
-            newest = _wait_for(store, f"{world}/alive", patience / _SIGNS, patience, message)
+            newest = _wait_for(store, f"{world}/alive", patience / _SIGNS_OF_LIFE, patience, message)
             if newest == sign and time.monotonic() > since + patience:
                 raise
             sign, since = newest, since if newest == sign else time.monotonic()

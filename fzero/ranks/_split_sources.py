@@ -10,14 +10,14 @@ import torch
 
 __all__ = ["note_split", "source_of"]
 
-_MOST = 64  # parts that live at once; a step is checked at its first call only
+_MAX_PARTS = 64  # parts that live at once; a step is checked at its first call only
 _SOURCES: dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]] = {}
 
 
 def note_split(parts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Note the tensors that this rank's parts were taken from, as long as the parts live."""
     for part, source in zip(parts, sources, strict=True):
-        if len(_SOURCES) < _MOST:
+        if len(_SOURCES) < _MAX_PARTS:
             part_id = id(part)
             _SOURCES[part_id] = weakref.ref(part, lambda _, part_id=part_id: _SOURCES.pop(part_id, None)), source
 

@@ -58,7 +58,8 @@ class Split(NamedTuple):
     stacked: StackedList | None = None
 
 
-_ALIGN = 64  # elements: the granularity at which a shard is divided into pieces, so that both begin on a cache line
+# the granularity at which a shard is divided into pieces, so that both begin on a cache line
+_ALIGN_ELEMENTS = 64
 
 
 class Piece(NamedTuple):
@@ -133,7 +134,7 @@ class Spec:
             each shard.
         cast: how a precision policy sends the unit. A box between operations has None.
         host: the share of each rank's shard, at its end, that lies in host memory, before rounding up to a multiple of
-            `_ALIGN` elements. A share, unlike a number of elements, is valid for any number of ranks.
+            `_ALIGN_ELEMENTS` elements. A share, unlike a number of elements, is valid for any number of ranks.
     """
 
     unit: str
@@ -222,7 +223,7 @@ class Spec:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of a rank's shard, in order: usually one, and two if a part of the shard lies on the host."""
         k = self.shard_numel
-        at = max(k - -(-math.ceil(self.host * k) // _ALIGN) * _ALIGN, 0)
+        at = max(k - -(-math.ceil(self.host * k) // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS, 0)
         if at == 0 or at == k:
             return (Piece(0, k, "device" if at == k else "host"),)
         return (Piece(0, at, "device"), Piece(at, k, "host"))

@@ -17,7 +17,7 @@ from fzero.tuning._tune import ConfigurationTable
 
 __all__ = ["Case", "page"]
 
-_POINTS = 600  # points of a timeline
+_MAX_POINTS = 600  # points of a timeline
 
 
 class Case(NamedTuple):
@@ -112,7 +112,7 @@ def _live_bytes(plan: Plan) -> dict[str, Any]:
     by_kind = {kind: plan.live_of(kind) for kind in KINDS}
     phases = [name for start, stop, name in phase_spans(plan) for _ in range(start, stop)]
     count = len(plan.operations)
-    edges = sorted({round(i * count / _POINTS) for i in range(_POINTS + 1)})
+    edges = sorted({round(i * count / _MAX_POINTS) for i in range(_MAX_POINTS + 1)})
     points = [max(range(a, b), key=plan.live.__getitem__) for a, b in itertools.pairwise(edges)]
     return {
         "phases": [phases[i] for i in points],
@@ -123,12 +123,12 @@ def _live_bytes(plan: Plan) -> dict[str, Any]:
 def _streams(intervals: Sequence[Interval]) -> dict[str, Any]:
     """Divide a step into equal times, and return the share of each that a stream is busy, by what bounds it."""
     seconds = sum([x.seconds for x in intervals if x.stream == "compute"])
-    width = seconds / _POINTS
+    width = seconds / _MAX_POINTS
     busy: dict[str, dict[str, list[float]]] = {}
     for x in intervals:
-        shares = busy.setdefault(x.stream, {}).setdefault(x.limit, [0.0] * _POINTS)
+        shares = busy.setdefault(x.stream, {}).setdefault(x.limit, [0.0] * _MAX_POINTS)
         stop = x.start + x.seconds
-        for i in range(min(int(x.start / width), _POINTS - 1), min(int(stop / width) + 1, _POINTS)):
+        for i in range(min(int(x.start / width), _MAX_POINTS - 1), min(int(stop / width) + 1, _MAX_POINTS)):
             shares[i] += max(min(stop, (i + 1) * width) - max(x.start, i * width), 0.0) / width
     rounded = {
         stream: {limit: [round(share, 4) for share in shares] for limit, shares in limits.items()}

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from fzero.graph import KINDS, Plan, PlanSettings
+from fzero.graph import KINDS, PEAK_TOLERANCE, Plan, PlanSettings
 from fzero.tuning._search_space import Configuration
 
 __all__ = ["KindBytes", "OperationKey", "PlanSummary", "ScheduleCost", "TableRow", "make_row", "row_from", "summarize"]
 
 
 # Each number of a row is linear in the depth, so it is extrapolated.
-_SLACK = 1.03  # without a budget, fzero.jit lets a faster schedule exceed the smallest peak by this factor
 
 # an operation: its pass, its source line and its target, and "first", "last" or "peak" among the operations alike
 OperationKey = tuple[str, ...]
@@ -55,7 +54,7 @@ class PlanSummary:
     @property
     def fastest(self) -> tuple[tuple[str, Any], ...]:
         """The settings that `fzero.jit` would choose: the fastest whose peak is within 3% of the smallest."""
-        limit = _SLACK * min([cost.peak_bytes for cost in self.schedules.values()])
+        limit = PEAK_TOLERANCE * min([cost.peak_bytes for cost in self.schedules.values()])
         fits = {s: cost for s, cost in self.schedules.items() if cost.peak_bytes <= limit}
         return min(fits, key=lambda s: (fits[s].seconds, fits[s].peak_bytes))
 

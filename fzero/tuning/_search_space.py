@@ -35,7 +35,7 @@ EVERY_SECOND = "every-2"
 REMATS = (False, "matmuls", EVERY_SECOND, True)  # about from the most residuals to the fewest
 USUAL_REMATS = (False, "matmuls", True)
 REMAT_WORDS = {True: "remat", "matmuls": "remat but matmuls", EVERY_SECOND: "remat every second block"}
-_USUAL = (1, 2, 4, 8, 16)
+_DEFAULT_MICRO_BATCHES = (1, 2, 4, 8, 16)
 PARALLEL = ("ep", "cp", "tp", "pp")  # the axes whose sizes are searched
 
 
@@ -307,7 +307,7 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     check_choice("moments", options.fixed.moments, (None, "int8", "bfloat16"))
     check_choice("float8", options.fixed.float8, (None, *SCALINGS))
     _check_values("schedule", options.schedule, _is_schedule, schedules)
-    micro_batches = _USUAL if options.micro_batches is None else options.micro_batches
+    micro_batches = _DEFAULT_MICRO_BATCHES if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
     parallel_dims = _parallel_dims(options)
     if options.micro_batches is not None:

@@ -283,7 +283,8 @@ def _record(row: TableRow, budget: float, select: _SettingsFilter) -> dict[str, 
     }
 
 
-_MARGIN = 0.07  # the share of a GPU's memory for its context, the communication library's buffers, and fragmentation
+# the share of a GPU's memory for its context, the communication library's buffers, and fragmentation
+_GPU_MARGIN = 0.07
 
 
 @api_boundary_with('for example, fzero.tune(make_step, world_size=8, global_batch=64, machine="h100")')
@@ -474,5 +475,5 @@ def _budget_of(machine: Machine, memory: float | None, margin: float | None) -> 
     """
     if memory is None:
         return machine.device_bytes * (1 - (margin or 0))
-    default = _MARGIN if machine.kind == "cuda" else 0.0
+    default = _GPU_MARGIN if machine.kind == "cuda" else 0.0
     return check_bytes("memory", memory) * (1 - (default if margin is None else margin))

@@ -11,8 +11,8 @@ from fzero.tuning._search_space import REMATS, Configuration
 
 __all__ = ["Verdict", "verdicts"]
 
-_ALIKE = 0.01  # the cost model cannot resolve smaller differences, as a share of a step's seconds
-_CHUNKS = 8  # micro-batches for each rank of a pipeline: it then idles for less than a ninth of the time
+_TIME_RESOLUTION = 0.01  # the cost model cannot resolve smaller differences, as a share of a step's seconds
+_MICRO_BATCHES_PER_RANK = 8  # of a pipeline, which then idles for less than a ninth of the time
 _PARALLEL_FIELDS = ("tp", "pp", "ranks", "schedule", "accumulation")  # the fields that change with the layout of ranks
 
 
@@ -155,7 +155,7 @@ def _pipeline_fill(context: _RuleContext) -> list[TableRow] | None:
     rows = _peers(context, "micro_batch", "accumulation")
     if context.best.config.pp == 1 or len(rows) < 2:
         return None
-    enough = _CHUNKS * context.best.config.pp
+    enough = _MICRO_BATCHES_PER_RANK * context.best.config.pp
 
     def order(row: TableRow) -> tuple[bool, int]:
         n = row.config.accumulation
@@ -182,7 +182,7 @@ _RULES = (
     _ConfigurationRule("experts split over the devices of one machine at most", _experts),
     _ConfigurationRule("a model over as few ranks, tp times pp, as can hold it", _model_ranks),
     _ConfigurationRule("tensor parallelism within a machine, pipelines across machines", _machine_first),
-    _ConfigurationRule(f"{_CHUNKS} micro-batches for each rank of a pipeline", _pipeline_fill),
+    _ConfigurationRule(f"{_MICRO_BATCHES_PER_RANK} micro-batches for each rank of a pipeline", _pipeline_fill),
     _ConfigurationRule("then accumulation up to the global batch", _accumulation),
     _ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
 )
@@ -193,7 +193,7 @@ def _reason(best: TableRow, choice: TableRow) -> str:
     if choice is best:
         return ""
     more = choice.seconds / best.seconds - 1
-    if more < _ALIKE:
+    if more < _TIME_RESOLUTION:
         return f"{choice.config} takes {more:.1%} more, which is less than the cost model can resolve"
     reasons = (
         [f"it moves {_moved_text(choice)} instead of {_moved_text(best)}"]
@@ -206,7 +206,7 @@ def _reason(best: TableRow, choice: TableRow) -> str:
         reasons.append(
             f"it launches its operations {choice.config.accumulation} times instead of {best.config.accumulation}"
         )
-    if (idle := _idle_share(choice)) > _idle_share(best) + _ALIKE:
+    if (idle := _idle_share(choice)) > _idle_share(best) + _TIME_RESOLUTION:
         reasons.append(f"its pipeline is idle for {idle:.0%} of the time")
     if choice.host_bytes > best.host_bytes:
         reasons.append("it waits for the host")

@@ -267,7 +267,7 @@ def test_rank_0_keeps_its_store_open_until_all_ranks_have_committed(tmp_path):
 import time, torch, fzero
 from fzero.checkpoint import _agree
 mesh = fzero.mesh(dp=2)
-_agree._POLL = mesh.rank or 0.001
+_agree._POLL_SECONDS = mesh.rank or 0.001
 fzero.save({str(tmp_path)!r}, {{"w": torch.ones(3)}}, mesh)
 print("committed")
 """

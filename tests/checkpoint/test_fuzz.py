@@ -66,7 +66,7 @@ def test_a_manifest_above_its_size_limit_is_not_read(tmp_path):
 def test_a_manifest_of_many_lists_is_not_parsed(text, tmp_path, monkeypatch):
     """A few MB of empty lists take thirty times as much memory."""
     file = saved_own(tmp_path)
-    monkeypatch.setattr(_bounded_json, "_MOST", 1000)
+    monkeypatch.setattr(_bounded_json, "_MAX_CONTAINERS", 1000)
     body = f'{{"format":"x","bomb":[{",".join([text] * 1000)}]}}'.encode()
     file.write_bytes(b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(body), body))
     refused(r"it has 1,002 lists and objects: expected at most 1,000", fzero.checkpoint.verify, tmp_path)
@@ -77,9 +77,9 @@ def test_a_manifest_of_many_lists_is_not_parsed(text, tmp_path, monkeypatch):
 
 
 def test_no_manifest_is_written_that_a_load_would_refuse(tmp_path, monkeypatch):
-    monkeypatch.setattr(_manifest, "_LONGEST", 1 << 10)
+    monkeypatch.setattr(_manifest, "_MAX_MANIFEST_BYTES", 1 << 10)
     refused(r"manifest.json would have .* make long values tensors", saved_long, tmp_path)
-    monkeypatch.setattr(_bounded_json, "_MOST", 10)
+    monkeypatch.setattr(_bounded_json, "_MAX_CONTAINERS", 10)
     refused(r"a load would refuse manifest.json: it has .* lists and objects", saved_own, tmp_path)
     assert not (tmp_path / _manifest.MANIFEST).exists()
 

@@ -84,8 +84,8 @@ def test_floating_leaves_are_cast_in_small_parts(tmp_path_factory, source, targe
     whole |= {"n": torch.arange(7), "t": torch.randn(8, 5, generator=g).t(), "c": torch.ones(3, dtype=torch.complex64)}
     step = sharded(source)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_read, "_CHUNK", 24)
-        patch.setattr(_write, "_CHUNK", 24)
+        patch.setattr(_read, "_CHUNK_BYTES", 24)
+        patch.setattr(_write, "_CHUNK_BYTES", 24)
         fzero.checkpoint.hf.write(path, step.partition(whole), step.mesh, dtype=there)
 
         def cast(*dtypes: torch.dtype) -> Any:

@@ -146,7 +146,7 @@ def test_leaves_of_any_strides_are_saved_and_loaded(tmp_path_factory, shape, dim
 
 
 def test_large_leaves_cross_pages_and_are_copied_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_tensor_bytes, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(_tensor_bytes, "_CHUNK_BYTES", 1 << 10)
     x = torch.randn(1500, 1400).t()
     fzero.save(tmp_path, {"x": x, "y": torch.arange(1 << 20)}, fzero.mesh(dp=3))
     like = {"x": torch.empty(1500, 1400).t(), "y": torch.zeros(1 << 20, dtype=torch.int64)}

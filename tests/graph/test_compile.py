@@ -96,7 +96,7 @@ def test_segments_that_another_process_compiles_are_awaited_last():
 
 def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
     all_codes = codes(2)
-    monkeypatch.setattr(_segment_compiler, "_PATIENCE", 0.01)
+    monkeypatch.setattr(_segment_compiler, "_MAX_LOCK_SECONDS", 0.01)
     with FileLock(_segment_compiler._file(all_codes[0], "lock")):
         assert len(list(compile_all(all_codes, as_it_is))) == 2
 
@@ -402,7 +402,7 @@ def test_segments_that_workers_left_are_compiled_in_this_process(monkeypatch):
 def test_progress_of_compilation_is_a_bar_on_a_terminal_and_a_line_in_a_file(monkeypatch, terminal):
     out = io.StringIO()
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal, width=80))
-    monkeypatch.setattr(_segment_compiler, "_NO_BAR", 0.0)
+    monkeypatch.setattr(_segment_compiler, "_QUIET_SECONDS", 0.0)
     results = []
     for item in _segment_compiler.progress(range(3), 3):
         results.append(item)
@@ -420,5 +420,5 @@ def test_quick_compilations_and_other_ranks_show_no_bar(monkeypatch, terminal):
     monkeypatch.setattr("rich.console.Console", lambda **kw: Console(file=out, force_terminal=terminal))
     assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and "compiles" not in out.getvalue()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(_segment_compiler, "_NO_BAR", 0.0)
+    monkeypatch.setattr(_segment_compiler, "_QUIET_SECONDS", 0.0)
     assert list(_segment_compiler.progress(range(3), 3)) == [0, 1, 2] and out.getvalue() == ""

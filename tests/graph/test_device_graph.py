@@ -74,7 +74,7 @@ def test_a_recorded_step_has_the_numbers_of_the_step(recording, stage):
 
 
 def test_a_step_is_recorded_anew_for_other_addresses_up_to_a_limit(recording, monkeypatch, caplog):
-    monkeypatch.setattr(_device_graph, "_RECORDINGS", 2)
+    monkeypatch.setattr(_device_graph, "_MAX_RECORDINGS", 2)
     step = fzero.jit(lambda x: x + 1, donate=0, backend="fx", device_graph=True)
     memory = [torch.zeros(2) for _ in range(6)]
     with caplog.at_level(logging.WARNING, "fzero"):

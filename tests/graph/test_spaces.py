@@ -16,7 +16,7 @@ from fzero.graph.ir import is_input
 from fzero.graph.ir._memory_spaces import SpaceError, check_spaces, on_host
 from fzero.sharding._boxes import Shard, is_box
 from fzero.sharding._pieces import spaces
-from fzero.sharding._spec import _ALIGN
+from fzero.sharding._spec import _ALIGN_ELEMENTS
 from tests.graph.helpers import LAYERS, ROWS, WIDTH, loss_of, params_of
 from tests.helpers import LEAST
 from tests.helpers import cases as few
@@ -71,7 +71,7 @@ def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update,
     state = (8 if name in ("float32", "no decay") else 12) * elements(1 if stage == 0 else 2)
     saved = [plans[0].argument_bytes - plan.argument_bytes for plan in plans]
     for ratio, bytes_ in zip(RATIOS, saved, strict=True):
-        assert abs(bytes_ - ratio * state) <= 12 * _ALIGN, (ratio, bytes_, state)
+        assert abs(bytes_ - ratio * state) <= 12 * _ALIGN_ELEMENTS, (ratio, bytes_, state)
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_each_offloaded_element_crosses_once_a_step(name, update, stage, k):
         plan = planned(name, ratio, stage, update, k)
         for kind, width in zip(("to_host", "to_device"), widths, strict=True):
             wanted, crossed = ratio * elements(1 if stage == 0 else 2) * width, moved(plan, kind)
-            assert wanted - width <= crossed <= wanted + width * _ALIGN, (ratio, kind, crossed, wanted)
+            assert wanted - width <= crossed <= wanted + width * _ALIGN_ELEMENTS, (ratio, kind, crossed, wanted)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_plan_of_another_world_cuts_the_pieces_again():
     for ratio in (0.5, by_path, 1):
         few, many = planned("masters", ratio), planned("masters", ratio, world_size=8)
         assert len(many.transfers) == len(few.transfers) > 0
-        grains = 2 * _ALIGN * 2 * LAYERS  # two units a layer
+        grains = 2 * _ALIGN_ELEMENTS * 2 * LAYERS  # two units a layer
         for kind in ("to_host", "to_device"):
             assert abs(moved(few, kind) - 4 * moved(many, kind)) <= 4 * grains, (ratio, kind)
     assert moved(planned("masters", 1, world_size=8), "to_host") == 2 * elements(8)

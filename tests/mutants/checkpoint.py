@@ -269,7 +269,7 @@ MUTANTS = [
         Fault("a leaf may have a million dimensions", "_parse_leaf", always("len(A) <= B")),
     ),
     *File("checkpoint/layout/_bounded_json.py", FUZZ).faults(
-        Fault("a small text takes all memory", "check_containers", never("count > _MOST")),
+        Fault("a small text takes all memory", "check_containers", never("count > _MAX_CONTAINERS")),
     ),
     *File("checkpoint/_files.py", FUZZ).faults(
         Fault("a device is read for ever", "LocalFolder._open", always("stat.S_ISREG(A)")),

@@ -41,7 +41,7 @@ MUTANTS = [
             "a pause of rank 0's heartbeat blames the others", "ProcessClock.tick", becomes("min(A, self._step)", "A")
         ),
         Fault("a second verdict replaces the first", "RankZeroDetector.hear", dropped("self.verdict is None")),
-        Fault("a text of places has no bound", "show_activities", never("A > _LENGTH")),
+        Fault("a text of places has no bound", "show_activities", never("A > _MAX_TEXT_BYTES")),
     ),
     *File("_liveness/_beats.py", BEATS).faults(
         Fault("a rank that does not leave its wait lives on", "_Heartbeat.end_rank", skipped("os.kill(A, B)")),
@@ -68,7 +68,7 @@ MUTANTS = [
             "ProcessMonitor._silent",
             becomes("since if size == tcp.acknowledged else now", "since"),
         ),
-        Fault("a peer that does not read is a sign of work", "_read_connection", becomes("A != _PROBE", "True")),
+        Fault("a peer that does not read is a sign of work", "_read_connection", becomes("A != _PROBE_TIMER", "True")),
         Fault("the network is no work", "ProcessMonitor.sample", skipped("self._add_seconds(('network', A), B)")),
     ),
     *File("_liveness/_cut_links.py", LINKS).faults(

@@ -46,7 +46,11 @@ MUTANTS = [
         Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),
         Fault("another rank gives up before rank 0 does", "_await_outcome", always("newest == sign and A")),
         Fault("a late rank is not waited for", "_as_rank_0", becomes("came_at if A else now", "came_at")),
-        Fault("a rank that never comes is waited for", "store_patience", becomes("max(A, _PATIENCE)", "timeout")),
+        Fault(
+            "a rank that never comes is waited for",
+            "store_patience",
+            becomes("max(A, _MIN_PATIENCE_SECONDS)", "timeout"),
+        ),
         Fault("a wait in a dark store has no bound", "_wait_for", becomes("value.result(patience)", "value.result()")),
     ),
     *File("ranks/_mesh_shape.py", MESH).faults(

@@ -130,7 +130,7 @@ MUTANTS = [
         ),
     ),
     *File("parallel/schedules/_drawing.py", PICTURE).faults(
-        Fault("a long schedule is one line", "_COLUMNS", constant(120, 1200), LAWS),
+        Fault("a long schedule is one line", "_LINE_LETTERS", constant(120, 1200), LAWS),
         Fault(
             "in flight counts the micro-batches of each stage",
             "_in_flight_texts",

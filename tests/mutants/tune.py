@@ -337,7 +337,11 @@ MUTANTS = [
     ),
     *File("tuning/exports/_peaks.py", ("tests/tuning/exports/test_peaks.py",)).faults(
         Fault("FSDP2 holds a copy of its parameters in half precision", "fsdp2_states", constant(8, 12)),
-        Fault("DeepSpeed's live parameters are left out", "deepspeed_states", becomes("_BUCKET + live", "_BUCKET")),
+        Fault(
+            "DeepSpeed's live parameters are left out",
+            "deepspeed_states",
+            becomes("_BUCKET_ELEMENTS + live", "_BUCKET_ELEMENTS"),
+        ),
         Fault("experts count whole on each rank", "sizes_of", becomes("config.ep", "1")),
         Fault("gradients of earlier micro-batches are left out", "States.peak", bare("A + self.gradients * B")),
     ),

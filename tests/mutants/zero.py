@@ -168,7 +168,7 @@ MUTANTS = [
     ),
     *File("ranks/_agreement.py", AGREEMENT).faults(
         Fault("the order of elements does not change the checksum", "checksum", constant(2, 0)),
-        Fault("the order of blocks does not change the checksum", "_FACTOR", constant(747796405, 1)),
+        Fault("the order of blocks does not change the checksum", "_CHECKSUM_FACTOR", constant(747796405, 1)),
         Fault(
             "the checksum covers one block only",
             "_fold",

@@ -20,7 +20,7 @@ DTYPES = [
 ]
 
 
-small_rows = patch.object(_agreement, "_WORDS", 4 * 7)
+small_rows = patch.object(_agreement, "_BLOCK_WORDS", 4 * 7)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_checksum_tells_a_flipped_bit_and_two_swapped_ones(shape, dtype, seed,
     swapped.view(-1)[[i, j]] = flat[[j, i]]
     same = torch.equal(swapped.view(-1).view(torch.uint8), flat.view(torch.uint8))
     # words of two rows may lie one over the other, and there a sign that moves from row to row is lost
-    over = (i * dtype.itemsize - j * dtype.itemsize) // 4 % _agreement._WORDS == 0
+    over = (i * dtype.itemsize - j * dtype.itemsize) // 4 % _agreement._BLOCK_WORDS == 0
     assert same or over or checksum(swapped) != checksum(x)
 
 
@@ -100,7 +100,7 @@ def test_a_checksum_tells_regular_differences(shape, dtype):
 @small_rows
 def test_a_checksum_tells_swapped_rows():
     """The same words lie over each other then."""
-    x = torch.randn(5, _agreement._WORDS)
+    x = torch.randn(5, _agreement._BLOCK_WORDS)
     sums = {checksum(y).item() for y in (x, x.flip(0), x.roll(1, 0), x[[1, 0, 2, 3, 4]], x[[0, 3, 2, 1, 4]])}
     assert len(sums) == 5
 

@@ -122,7 +122,7 @@ def test_ranks_that_met_rank_0_wait_by_its_clock():
 
 def test_ranks_give_up_a_while_after_the_last_one_has_come(monkeypatch):
     """Those that come one after the other are waited for, up to the timeout."""
-    monkeypatch.setattr(_rendezvous, "_PATIENCE", 1.0)
+    monkeypatch.setattr(_rendezvous, "_MIN_PATIENCE_SECONDS", 1.0)
     assert store_patience(6.0) == 1.0 and store_patience(60.0) == 10.0 and store_patience(0.5) == 0.5
     late = {rank: 0.6 * rank for rank in range(4)}
     assert len(set(meet(dist.HashStore(), [0, 1, 2, 3], 4, timeout=6.0, late=late))) == 1
@@ -146,7 +146,7 @@ class Dark:
 @pytest.mark.parametrize("what", ["dead", "dark"])
 def test_a_rank_that_waits_for_the_outcome_notices_the_end_of_rank_0(what, monkeypatch):
     """It dies after its first answer, or its host is dark from then on: no operation on the store ends."""
-    monkeypatch.setattr(_rendezvous, "_PATIENCE", 1.0)
+    monkeypatch.setattr(_rendezvous, "_MIN_PATIENCE_SECONDS", 1.0)
     store, end, start = dist.HashStore(), threading.Event(), time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(outcome, Mortal(store, 10**6, end), 0, 3, 30.0)

@@ -107,7 +107,7 @@ def test_the_command_writes_tables_and_a_page(files):
 def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
     from fzero.tuning import _page, model_step
 
-    monkeypatch.setattr(_page, "_POINTS", 7)
+    monkeypatch.setattr(_page, "_MAX_POINTS", 7)
     table = ConfigurationTable.from_json((files / "t.json").read_text())
     drawn, _ = _page._over_time(table, model_step("tiny", length=16))
     assert len(drawn["phases"]) == 7

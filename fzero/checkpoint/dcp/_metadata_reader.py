@@ -37,15 +37,22 @@ class CheckedReader(FileSystemReader):
 
 
 METADATA = ".metadata"  # the file that DCP writes last
-_LONGEST = 1 << 30  # bytes of it
+_MAX_METADATA_BYTES = 1 << 30
 
 
 def read_metadata(folder: str) -> Metadata:
+    """Read the metadata of a folder of DCP.
+
+    Raises:
+        CheckpointError: if the folder holds none, or it is damaged.
+    """
     try:
         files = LocalFolder(folder)
         size = files.size(METADATA) or 0
-        if size > _LONGEST:
-            raise CheckpointError(f"{folder!r}: {METADATA} has {size:,} bytes: expected at most {_LONGEST:,}")
+        if size > _MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{folder!r}: {METADATA} has {size:,} bytes: expected at most {_MAX_METADATA_BYTES:,}"
+            )
         return load_metadata(files.get(METADATA))
     except FileNotFoundError:
         raise CheckpointError(f"{folder!r} is not a checkpoint of DCP: it has no file {METADATA}") from None

@@ -22,7 +22,7 @@ from fzero.tree import Tree
 __all__ = ["read"]
 
 
-_CHUNK = 1 << 22  # bytes that are cast or compared at a time
+_CHUNK_BYTES = 1 << 22  # that are cast or compared at a time
 
 
 @api_boundary
@@ -194,7 +194,7 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     """Read elements into one small buffer, part by part; yield the number read before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize
-    step = max(_CHUNK // max(size, part.to.element_size()), 1)
+    step = max(_CHUNK_BYTES // max(size, part.to.element_size()), 1)
     buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
     for at in range(0, part.numel, step):
         values = buffer[: min(step, part.numel - at)]

@@ -14,9 +14,9 @@ __all__ = ["INDEX", "SINGLE", "FolderTensors", "StoredTensor", "tensors_in"]
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
-_LONGEST = 100_000_000  # bytes of a header or an index; safetensors' own limit
-_LIMIT = 1 << 48  # an upper bound of sizes and offsets
-_DIMS = 64  # torch's own limit
+_MAX_HEADER_BYTES = 100_000_000  # of a header or an index; safetensors' own limit
+_MAX_NUMBER = 1 << 48  # an upper bound of sizes and offsets
+_MAX_DIMS = 64  # torch's own limit
 
 
 class StoredTensor(NamedTuple):
@@ -103,8 +103,8 @@ def _parse(files: Files, name: str, data: bytes) -> dict[str, Any]:
 def _read_weight_map(files: Files) -> dict[str, str]:
     """Read which file holds each tensor, and check that each file name lies in this folder."""
     size = files.size(INDEX) or 0
-    if size > _LONGEST:
-        raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes: expected at most {_LONGEST:,}")
+    if size > _MAX_HEADER_BYTES:
+        raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes: expected at most {_MAX_HEADER_BYTES:,}")
     weights = _parse(files, INDEX, _bytes(files, INDEX, 0, size)).get("weight_map")
     if not isinstance(weights, dict):
         raise DamagedError(f"{files.path!r}: {INDEX} is damaged: it has no 'weight_map'")
@@ -129,7 +129,7 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]
     check(size >= 8, f"it has {size} bytes")
     first = _bytes(files, name, 0, 8)
     numel = int.from_bytes(first, "little")
-    check(numel <= min(size - 8, _LONGEST), f"it has {size:,} bytes, but its header claims to have {numel:,}")
+    check(numel <= min(size - 8, _MAX_HEADER_BYTES), f"it has {size:,} bytes, but its header claims to have {numel:,}")
     text = _bytes(files, name, 8, numel)
     entries = _parse(files, name, text)
     entries.pop("__metadata__", None)
@@ -154,7 +154,7 @@ def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
     if not isinstance(entry, dict):
         return None, 0
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(kind) is not str or not _is_sizes(shape, _DIMS) or not _is_sizes(offsets, 2) or len(offsets) != 2:
+    if type(kind) is not str or not _is_sizes(shape, _MAX_DIMS) or not _is_sizes(offsets, 2) or len(offsets) != 2:
         return None, 0
     start, stop = offsets
     stored = StoredTensor(name, kind, tuple(shape), base + start)
@@ -164,4 +164,4 @@ def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
 
 def _is_sizes(x: Any, limit: int) -> TypeGuard[list[int]]:
     """Return whether a value is a list of at most `limit` sizes."""
-    return type(x) is list and len(x) <= limit and all(type(n) is int and 0 <= n < _LIMIT for n in x)
+    return type(x) is list and len(x) <= limit and all(type(n) is int and 0 <= n < _MAX_NUMBER for n in x)

@@ -26,9 +26,9 @@ from fzero.tree import Tree
 
 __all__ = ["write"]
 
-_CHUNK = 1 << 22  # bytes that are cast at a time
-_TIMEOUT = 300.0  # seconds to wait for another rank's tree, if the trees differ
-_ALIGNMENT = 8  # bytes; the data begins at a multiple of it, as safetensors requires
+_CHUNK_BYTES = 1 << 22  # that are cast at a time
+_TREE_TIMEOUT_SECONDS = 300.0  # to wait for another rank's tree, if the trees differ
+_ALIGNMENT_BYTES = 8  # the data begins at a multiple of it, as safetensors requires
 
 
 class _SafetensorsFile(NamedTuple):
@@ -96,7 +96,7 @@ def write(
         return files.path.encode() + b"".join([f.head for f in plan]), (local, plan)
 
     task = f"writing {files.path!r}"
-    channel, (local, plan) = agree(task, prepare, secrets.token_hex(8), mesh, _TIMEOUT)
+    channel, (local, plan) = agree(task, prepare, secrets.token_hex(8), mesh, _TREE_TIMEOUT_SECONDS)
     nonce = channel.nonce
     leads = is_leader(mesh)
     with contextlib.ExitStack() as stack:
@@ -158,14 +158,14 @@ def _lay_out_file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) ->
         ranges.append((leaf.index, StoredTensor(name, NAMES[kind], shape, at)))
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     head = len(text).to_bytes(8, "little") + text
     tensors = {index: stored._replace(offset=stored.offset + len(head)) for index, stored in ranges}
     return _SafetensorsFile(name, head, len(head) + at, tensors)
 
 
-_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-_TMP = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors\.[0-9a-f]{16}\.tmp")
+_SHARD_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_TEMPORARY_FILE = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors\.[0-9a-f]{16}\.tmp")
 
 
 def _temporary_name(name: str, nonce: str) -> str:
@@ -183,7 +183,7 @@ def _reserve(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str, s
     stack.callback(os.close, fd)
     stack.enter_context(hold_lock(fd, files.path))
     stack.callback(files.remove, [_temporary_name(f.name, nonce) for f in plan])
-    files.remove([name for name in files.names() if _TMP.fullmatch(name)])  # left by a write that was killed
+    files.remove([name for name in files.names() if _TEMPORARY_FILE.fullmatch(name)])  # left by a write that was killed
     free, nbytes = files.free(), sum(f.size for f in plan)
     if free is not None and free < nbytes:
         raise CheckpointError(f"{files.path!r}: the save needs {nbytes:,} bytes, and its disk has {free:,} free")
@@ -229,7 +229,7 @@ def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: in
         for view in byte_views(x, start, start + numel):
             at = _write_at(fd, view, at)
         return
-    step = max(_CHUNK // max(to.dtype.itemsize, x.element_size()), 1)
+    step = max(_CHUNK_BYTES // max(to.dtype.itemsize, x.element_size()), 1)
     for i in range(start, start + numel, step):
         part = slice_elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
         at = _write_at(fd, view_bytes(part), at)
@@ -250,7 +250,7 @@ def _commit(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str) ->
     """
     names = [f.name for f in plan]
     existing = files.names()
-    old = [n for n in existing if n not in names and (n == SINGLE or _SHARD.fullmatch(n))]
+    old = [n for n in existing if n not in names and (n == SINGLE or _SHARD_FILE.fullmatch(n))]
     if len(names) > 1 and set(names) & set(existing):  # the old index would name files of both models
         files.remove([INDEX])
         files.sync()

@@ -5,7 +5,8 @@ from typing import Any
 
 __all__ = ["check_containers", "parse_json"]
 
-_MOST = 1 << 20  # lists and objects, of some 64 bytes each: a checkpoint of a hundred thousand leaves has fewer
+# lists and objects, of some 64 bytes each: a checkpoint of a hundred thousand leaves has fewer
+_MAX_CONTAINERS = 1 << 20
 
 
 def check_containers(data: bytes) -> None:
@@ -15,8 +16,8 @@ def check_containers(data: bytes) -> None:
         ValueError: if it has more.
     """
     count = data.count(b"[") + data.count(b"{")
-    if count > _MOST:
-        raise ValueError(f"it has {count:,} lists and objects: expected at most {_MOST:,}")
+    if count > _MAX_CONTAINERS:
+        raise ValueError(f"it has {count:,} lists and objects: expected at most {_MAX_CONTAINERS:,}")
 
 
 def parse_json(data: bytes) -> Any:

@@ -42,9 +42,9 @@ __all__ = [
 MANIFEST = "manifest.json"
 PAGE_BYTES = 1 << 22  # bytes of a file that one checksum covers
 _FORMAT, _VERSION = "fzero checkpoint", 2  # in version 1 all ranks hold all groups
-_LIMIT = 1 << 48  # an upper bound of every number in a manifest: elements, bytes, ranks
-_DIMS = 64  # torch's own limit
-_LONGEST = 1 << 28  # bytes of a manifest: the checksums of 64 TiB
+_MAX_NUMBER = 1 << 48  # an upper bound of every number in a manifest: elements, bytes, ranks
+_MAX_DIMS = 64  # torch's own limit
+_MAX_MANIFEST_BYTES = 1 << 28  # the checksums of 64 TiB
 
 NAMES = {  # safetensors' names
     torch.float64: "F64",
@@ -139,10 +139,10 @@ class Manifest:
                 f"a load would refuse {MANIFEST}: {error}; save fewer leaves, and make lists of numbers tensors"
             ) from None
         data = b'{"crc32":"%08x","checkpoint":%s}\n' % (zlib.crc32(text), text)
-        if len(data) > _LONGEST:
+        if len(data) > _MAX_MANIFEST_BYTES:
             raise CheckpointError(
-                f"{MANIFEST} would have {len(data):,} bytes, and a load reads at most {_LONGEST:,}: make long values "
-                "tensors"
+                f"{MANIFEST} would have {len(data):,} bytes, and a load reads at most {_MAX_MANIFEST_BYTES:,}: "
+                "make long values tensors"
             )
         return data
 
@@ -225,8 +225,10 @@ def read_manifest(files: Files) -> tuple[Manifest, int]:
     """
     try:
         size = files.size(MANIFEST) or 0
-        if size > _LONGEST:
-            raise DamagedError(f"{files.path!r}: {MANIFEST} has {size:,} bytes: expected at most {_LONGEST:,}")
+        if size > _MAX_MANIFEST_BYTES:
+            raise DamagedError(
+                f"{files.path!r}: {MANIFEST} has {size:,} bytes: expected at most {_MAX_MANIFEST_BYTES:,}"
+            )
         data = files.get(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(
@@ -277,7 +279,7 @@ def _require(holds: bool, reason: str) -> None:
 
 
 def _int(x: Any) -> int:
-    _require(type(x) is int and 0 <= x < _LIMIT, f"{str(x)[:40]!r} is not a size")
+    _require(type(x) is int and 0 <= x < _MAX_NUMBER, f"{str(x)[:40]!r} is not a size")
     return x
 
 
@@ -321,7 +323,7 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
 
 def _parse_leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
     _require(_parse_text(dtype) in DTYPES, f"{dtype[:40]!r} is not a dtype")
-    _require(len(shape) <= _DIMS, f"a leaf has {len(shape)} dimensions")
+    _require(len(shape) <= _MAX_DIMS, f"a leaf has {len(shape)} dimensions")
     leaf = Leaf(_parse_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
     _int(leaf.nbytes)
     return leaf

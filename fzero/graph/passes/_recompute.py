@@ -31,9 +31,9 @@ __all__ = ["MIN_BYTES", "recompute"]
 
 
 MIN_BYTES = 1 << 14  # bytes; repeating the computation of a smaller value does not pay
-_APART = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
+_DISTANCE_FACTOR = 4  # two uses are apart if more than 4 times the value's bytes are computed between them
 _BETWEEN_REGIONS = 1 << 60  # bytes: stands for the other micro-batches that run between a micro-batch's two regions
-_DEPTH = 4  # the longest chain of operations to recompute
+_MAX_CHAIN_LENGTH = 4  # the longest chain of operations to recompute
 
 
 def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
@@ -87,7 +87,9 @@ def _recompute_late_uses(graph: Graph, node: Node, result: Node, order: _NodeOrd
     sources = [node] if result is node else [node, result]
     for cluster in _late_uses(result, users, order):
         at = order.index[cluster[0]]
-        if cluster[0] in order.feeding and all(_is_live(x, at, order.index, _DEPTH) for x in node.all_input_nodes):
+        if cluster[0] in order.feeding and all(
+            _is_live(x, at, order.index, _MAX_CHAIN_LENGTH) for x in node.all_input_nodes
+        ):
             copies = duplicate(graph, sources, views, cluster, order.index)
             order.index.update(dict.fromkeys(copies, at))
 
@@ -99,7 +101,7 @@ def _late_uses(value: Node, users: Sequence[Node], order: _NodeOrder) -> list[li
     size = nbytes(*stand_ins_of(value))
 
     def apart(a: Node, b: Node) -> bool:
-        return order.bytes_before[order.index[b]] - order.bytes_before[order.index[a] + 1] > _APART * size
+        return order.bytes_before[order.index[b]] - order.bytes_before[order.index[a] + 1] > _DISTANCE_FACTOR * size
 
     return clusters(sorted(users, key=order.index.__getitem__), apart)[1:]
 

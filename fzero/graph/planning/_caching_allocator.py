@@ -12,9 +12,9 @@ from typing import NamedTuple
 __all__ = ["AllocatorPeaks", "simulate_allocator"]
 
 _MB = 2**20
-_ROUNDING = 512  # bytes; a block's size is a multiple
-_ROOM = 2**50  # addresses between two segments, so that they never touch
-_PASSES = 2  # of a step: what the first one leaves in pieces may cost the second one a segment
+_ROUNDING_BYTES = 512  # a block's size is a multiple
+_ADDRESS_GAP = 2**50  # addresses between two segments, so that they never touch
+_SIMULATED_STEPS = 2  # what the first one leaves in pieces may cost the second one a segment
 
 
 class AllocatorPeaks(NamedTuple):
@@ -75,7 +75,7 @@ class _Pool:
         """Take the smallest free block that is large enough, or new memory, and give back what is left of it."""
         block = self._best_fit(size) or (self._grow(size) if self.expandable else self._new_segment(size))
         rest = block.size - size
-        if rest >= _ROUNDING if self.small or self.expandable else rest > _MB:
+        if rest >= _ROUNDING_BYTES if self.small or self.expandable else rest > _MB:
             block.size = size
             remainder = _CachedBlock(rest, block.address + size, before=block)
             if self._last is block:
@@ -104,7 +104,7 @@ class _Pool:
         total = 2 * _MB if self.small else total
         self.reserved += total
         self._segments += 1
-        return _CachedBlock(total, self._segments * _ROOM)
+        return _CachedBlock(total, self._segments * _ADDRESS_GAP)
 
     def _grow(self, size: int) -> _CachedBlock:
         """Add pages to the end of the segment, whose last block may be free and is part of the new one."""
@@ -147,7 +147,7 @@ class _Allocator:
         return sum([pool.reserved for pool in self._pools])
 
     def allocate(self, size: int) -> tuple[_Pool, _CachedBlock]:
-        rounded = max(_round_up(size, _ROUNDING), _ROUNDING)
+        rounded = max(_round_up(size, _ROUNDING_BYTES), _ROUNDING_BYTES)
         pool = self._pools[rounded > _MB]
         block = pool.allocate(rounded)
         self._allocated += block.size
@@ -181,7 +181,7 @@ def simulate_allocator(
         if size:
             made.setdefault(start, []).append(i)
             freed.setdefault(stop, []).append(i)
-    for _ in range(_PASSES):
+    for _ in range(_SIMULATED_STEPS):
         blocks: dict[int, tuple[_Pool, _CachedBlock]] = {}
         for position in sorted({*made, *freed}):
             for i in made.get(position, ()):

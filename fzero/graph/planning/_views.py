@@ -166,7 +166,7 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join([f"{k} {v}" if isinstance(v, bool | str) else f"{k} {v:,}" for k, v in settings.items()])
 
 
-_LETTERS = 120  # that fit side by side over the width of the figure
+_LETTERS_PER_LINE = 120  # that fit side by side over the width of the figure
 _MARKERS = {"all_gather": "v", "reduce_scatter": "^", "all_reduce": "d", "to_host": "v", "to_device": "^"}
 
 
@@ -183,7 +183,7 @@ def draw(plan: "Plan") -> Any:
         for axes in rows:
             if start:
                 axes.axvline(start, color="black", linewidth=0.6)
-        letters = round(_LETTERS * (stop - start) / len(plan.operations))
+        letters = round(_LETTERS_PER_LINE * (stop - start) / len(plan.operations))
         if letters >= max(map(len, name.split())):
             rows[0].text(
                 (start + stop) / 2, 1.13 * top, textwrap.fill(name, letters), ha="center", va="center", fontsize=9

@@ -18,7 +18,7 @@ __all__ = ["make_auto"]
 
 _log = logging.getLogger("fzero.jit")
 
-_SECONDS = 0.5  # the time within one step for loading compiled code
+_MAX_LOAD_SECONDS = 0.5  # the time within one step for loading compiled code
 
 
 def make_auto(
@@ -70,7 +70,7 @@ class _Auto:
 
     def _load(self) -> None:
         """Load and check compiled segments for a while. If the workers have ended, compile the missing ones here."""
-        until = time.monotonic() + _SECONDS
+        until = time.monotonic() + _MAX_LOAD_SECONDS
         while self.pending and time.monotonic() < until:
             code = next((c for c in self.pending if is_compiled(c) or self.workers.are_done()), None)
             if code is None or not can_load(code):

@@ -23,7 +23,7 @@ from fzero.ranks import Mesh
 __all__ = ["RecordedStep", "check_recordable"]
 
 _WARM_UP = 2  # calls before the recording: they load libraries, make communicators and choose algorithms
-_RECORDINGS = 8  # of one step, of all shapes of its arguments
+_MAX_RECORDINGS = 8  # of one step, of all shapes of its arguments
 
 
 def check_recordable(graph: Graph, arguments: Arguments, mesh: Mesh | None, name: str) -> None:
@@ -91,11 +91,11 @@ class RecordedStep:
         if self.calls <= _WARM_UP or current_recorder() is not None:
             return self.executable(args)
         if self.recording is None or self._addresses(args) != self.recording.addresses:
-            if len(self.recordings) >= _RECORDINGS:
+            if len(self.recordings) >= _MAX_RECORDINGS:
                 warn_once(
-                    f"fzero.jit: device_graph=True made {_RECORDINGS} recordings of one step, and makes no more: calls "
-                    "of other shapes, or with donated arguments in other memory, run unrecorded. Pad batches to fewer "
-                    "lengths (fzero.data), and continue with the results of the step"
+                    f"fzero.jit: device_graph=True made {_MAX_RECORDINGS} recordings of one step, and makes no more: "
+                    "calls of other shapes, or with donated arguments in other memory, run unrecorded. Pad batches "
+                    "to fewer lengths (fzero.data), and continue with the results of the step"
                 )
                 return self.executable(args)
             self.recording = self._record(args)

@@ -37,7 +37,7 @@ __all__ = [
     "serialize",
 ]
 
-_PATIENCE = 1800.0  # seconds to wait until the other ranks have compiled
+_MAX_COMPILE_SECONDS = 1800.0  # to wait until the other ranks have compiled
 
 
 class Refusal(NamedTuple):
@@ -150,7 +150,7 @@ def all_refusals(refusals: Mapping[str, Refusal], mesh: Mesh | None) -> dict[str
     """Return the refusals of all ranks, by the name of the code. No rank runs a refused segment compiled."""
     if mesh is None or not mesh.distributed:
         return dict(refusals)
-    return merge_refusals(gather_texts(serialize(refusals, mesh.rank), mesh, "jit/refusals", _PATIENCE))
+    return merge_refusals(gather_texts(serialize(refusals, mesh.rank), mesh, "jit/refusals", _MAX_COMPILE_SECONDS))
 
 
 def serialize(refusals: Mapping[str, Refusal], rank: int) -> str:

@@ -41,7 +41,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-_NO_BAR = 5.0  # seconds before a bar or a line is shown
+_QUIET_SECONDS = 5.0  # before a bar or a line is shown
 
 
 def progress(items: Iterable[_T], total: int) -> Iterator[_T]:
@@ -67,7 +67,7 @@ def progress(items: Iterable[_T], total: int) -> Iterator[_T]:
     columns = [TextColumn("fzero.jit compiles"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("segments", total=total)
-    timer = threading.Timer(_NO_BAR, bar.start)
+    timer = threading.Timer(_QUIET_SECONDS, bar.start)
     timer.start()
     try:
         for item in items:
@@ -81,7 +81,7 @@ def progress(items: Iterable[_T], total: int) -> Iterator[_T]:
 def _with_a_line(items: Iterable[_T], total: int, console: Any) -> Iterator[_T]:
     segments = f"{total} segment{'s' * (total != 1)}"
     text = f'fzero.jit compiles {segments} before the first step, once per machine; backend="auto" does not wait'
-    timer = threading.Timer(_NO_BAR, console.print, [text], {"soft_wrap": True, "highlight": False})
+    timer = threading.Timer(_QUIET_SECONDS, console.print, [text], {"soft_wrap": True, "highlight": False})
     timer.daemon = True
     timer.start()
     try:
@@ -95,7 +95,7 @@ GraphFunction = Callable[[list[Any]], Sequence[Any]]
 
 _MAX_LISTED = 6  # how many operations and lines an error lists
 
-_PATIENCE = 600.0  # seconds to wait for a segment that another process compiles, before compiling it here
+_MAX_LOCK_SECONDS = 600.0  # to wait for a segment that another process compiles, before compiling it here
 
 
 class Code(NamedTuple):
@@ -174,7 +174,7 @@ def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], _T]) -> Ite
                 yield code, results[0]
         if len(busy) == len(pending):  # other processes are compiling all the pending segments: wait for one
             code, *busy = busy
-            with _segment_lock(code, _PATIENCE):
+            with _segment_lock(code, _MAX_LOCK_SECONDS):
                 result = compile_one(code)
             yield code, result
         pending = busy

@@ -75,7 +75,7 @@ def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.promote_types(wide, narrow) == wide and wide != narrow
 
 
-_LARGE = 1 << 20  # bytes; larger captured tensors cause a warning
+_LARGE_BYTES = 1 << 20  # larger captured tensors cause a warning
 
 
 class TracedGraph(NamedTuple):
@@ -241,7 +241,7 @@ def _check_constant_tensors(traced: TracedGraph) -> None:
                 f"fzero.jit: {text}, that {reason}: it would be a constant and never train. Make it an argument "
                 "(fzero.nn.functional takes the parameters out of a module), or detach it if it is a constant"
             )
-        if nbytes(x) > _LARGE:
+        if nbytes(x) > _LARGE_BYTES:
             warnings.warn(
                 f"fzero.jit: {text}: every rank holds its {nbytes(x):,} bytes as a constant; make it an argument",
                 stacklevel=2,

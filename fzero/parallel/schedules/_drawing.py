@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "text"]
 
-_COLUMNS = 120  # characters per line; a longer schedule continues below
+_LINE_LETTERS = 120  # characters per line; a longer schedule continues below
 
 
 def _title(schedule: "PipelineSchedule") -> str:
@@ -48,7 +48,7 @@ def text(schedule: "PipelineSchedule") -> str:
     cells = _rank_columns(schedule, short)
     names = [f"rank {r}" for r in range(schedule.ranks)]
     width, margin = max(len(c) for row in cells for c in row), max(map(len, names)) + 1
-    columns = max(1, (_COLUMNS - margin) // (width + 1))
+    columns = max(1, (_LINE_LETTERS - margin) // (width + 1))
     blocks = [
         "\n".join(
             [
@@ -90,16 +90,16 @@ _WORDS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "ba
 
 
 # in inches: the width of a figure, the height of a rank, its least height, and the most of all ranks together
-_WIDTH, _ROW, _LEAST, _MOST = 11.0, 0.3, 0.09, 14.0
+_WIDTH_INCHES, _ROW_INCHES, _MIN_ROW_INCHES, _MAX_HEIGHT_INCHES = 11.0, 0.3, 0.09, 14.0
 _INK, _GREY = "#24292f", "#6e7781"
 
 
 def draw(schedules: "Sequence[PipelineSchedule]", timings: Sequence[Timing]) -> Any:
     """Draw schedules as one matplotlib figure, one below the other, on the same time axis."""
     ranks = sum(s.ranks for s in schedules)
-    row = max(_LEAST, min(_ROW, _MOST / ranks))
+    row = max(_MIN_ROW_INCHES, min(_ROW_INCHES, _MAX_HEIGHT_INCHES / ranks))
     heights = [row * s.ranks + 0.62 for s in schedules]
-    figure = new_figure(_WIDTH, sum(heights) + 0.75)
+    figure = new_figure(_WIDTH_INCHES, sum(heights) + 0.75)
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     span = max(t.makespan for t in timings)
     for axes, schedule, timing in zip(panels, schedules, timings, strict=True):
@@ -111,7 +111,7 @@ def draw(schedules: "Sequence[PipelineSchedule]", timings: Sequence[Timing]) -> 
 
 def _draw_panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: float, row: float) -> None:
     """Draw one schedule into a panel: a bar for each action, in a row for each rank."""
-    scale = (_WIDTH - 1.6) * 72 / span  # points per unit of time
+    scale = (_WIDTH_INCHES - 1.6) * 72 / span  # points per unit of time
     size = max(4.5, min(8.0, row * 72 * 0.42))
     line = 0.6 if scale * min(d for a in timing.start if (d := timing.end[a] - timing.start[a])) > 3 else 0.0
     bars = dict[tuple[int, Any], list[tuple[float, float]]]()

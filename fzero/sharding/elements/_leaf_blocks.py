@@ -30,7 +30,7 @@ from fzero.sharding._spec import Spec, intern, spec_of, traced_spec, unit_index
 
 __all__ = ["BlockMap", "block_shape", "block_spec", "blocks_of_leaf", "map_of_blocks"]
 
-_BLOCK = 256  # elements
+_BLOCK_ELEMENTS = 256
 
 
 def block_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -40,9 +40,9 @@ def block_shape(shape: Sequence[int]) -> tuple[int, ...]:
         >>> block_shape((3, 512)), block_shape((3, 100)), block_shape(())
         ((3, 2), (2,), (1,))
     """
-    if shape and shape[-1] % _BLOCK == 0:
-        return (*shape[:-1], shape[-1] // _BLOCK)
-    return (-(-math.prod(shape) // _BLOCK),)
+    if shape and shape[-1] % _BLOCK_ELEMENTS == 0:
+        return (*shape[:-1], shape[-1] // _BLOCK_ELEMENTS)
+    return (-(-math.prod(shape) // _BLOCK_ELEMENTS),)
 
 
 def blocks_of_leaf(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,9 @@ def blocks_of_leaf(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """
     if x.shape == numbers.shape:
         return x.reshape(-1, 1)
-    padding = numbers.numel() * _BLOCK - x.numel()
+    padding = numbers.numel() * _BLOCK_ELEMENTS - x.numel()
     flat = x.reshape(-1)
-    return (torch.cat([flat, flat.new_zeros(padding)]) if padding else flat).view(-1, _BLOCK)
+    return (torch.cat([flat, flat.new_zeros(padding)]) if padding else flat).view(-1, _BLOCK_ELEMENTS)
 
 
 @assume_constant_result
@@ -81,16 +81,16 @@ def _part_shape(spec: Spec, index: int) -> tuple[int, ...]:
     part, item = spec.shapes[index], spec.item_shapes[index]
     lead = len(part) - len(item)  # 1 for the dimension of the ranks of a stacked list
     shape = list(block_shape(item))
-    has_rows = len(shape) == len(item) and item[-1] % _BLOCK == 0
+    has_rows = len(shape) == len(item) and item[-1] % _BLOCK_ELEMENTS == 0
     for s in spec.split:
         dim = s.dims[index] - lead
         if s.stacked:
             continue
-        if shape[dim] % s.size if has_rows else dim or math.prod(part) % _BLOCK:
+        if shape[dim] % s.size if has_rows else dim or math.prod(part) % _BLOCK_ELEMENTS:
             raise ValueError(
                 f"leaf {spec.paths[index]!r} is {list(spec.full_shapes[index])}, and {s.axis}={s.size} splits its "
-                f"dimension {s.dims[index]} in parts that cut blocks of {_BLOCK} elements, so its numbers would "
-                "depend on the number of ranks: leave the leaf in full precision, by "
+                f"dimension {s.dims[index]} in parts that cut blocks of {_BLOCK_ELEMENTS} elements, so its numbers "
+                "would depend on the number of ranks: leave the leaf in full precision, by "
                 'moments=optim.Moments("int8", full=...)'
             )
         shape[dim] //= s.size
@@ -139,7 +139,7 @@ class BlockMap(NamedTuple):
         k = traced_spec(self.spec_id).shard_numel
         block = torch.cat([torch.zeros_like(self.last), self.last])
         ends = torch.cat([self.starts, torch.full_like(self.last, k)]).index_select(0, block + 1)
-        element = self.starts.index_select(0, block)[:, None] + torch.arange(_BLOCK, device=block.device)
+        element = self.starts.index_select(0, block)[:, None] + torch.arange(_BLOCK_ELEMENTS, device=block.device)
         return block, torch.where(element < ends[:, None], element, k)
 
     def magnitudes(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def map_of_blocks(spec_id: int, scales_id: int, device: torch.device) -> BlockMa
 def _leaf_rows(spec_id: int, scales_id: int) -> list[tuple[int, int, int]]:
     """Return for each leaf its offset in the unit, the size of its blocks, and its first block; then for padding."""
     spec, numbers = traced_spec(spec_id), traced_spec(scales_id)
-    sizes = [1 if a == b else _BLOCK for a, b in zip(spec.shapes, numbers.shapes, strict=True)]
+    sizes = [1 if a == b else _BLOCK_ELEMENTS for a, b in zip(spec.shapes, numbers.shapes, strict=True)]
     padding = spec.shard_numel * spec.ranks + 1
     return list(zip(spec.offsets, [*sizes, padding], numbers.offsets, strict=True))
 

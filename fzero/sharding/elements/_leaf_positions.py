@@ -17,12 +17,12 @@ from fzero.sharding.elements._segments import segment_ids
 
 __all__ = ["element_ids_of_leaf", "element_ids_of_shard"]
 
-_BITS = 32  # of the position; the CRC has as many
+_POSITION_BITS = 32  # of the position; the CRC has as many
 
 
 def _leaf_id(path: str) -> int:
     """Return the id of a leaf, an int64 whose lowest 32 bits are 0."""
-    return (binascii.crc32(path.encode()) - 2**31) << _BITS
+    return (binascii.crc32(path.encode()) - 2**31) << _POSITION_BITS
 
 
 def element_ids_of_leaf(path: str, leaf: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fzero.tuning.search import ConfigurationPlanner, PlanCache
 __all__ = ["Sizes", "States", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]
 
 _KINDS = ("parameters", "optimizer state", "gradients", "gathered")  # of a plan, in whose place States stand
-_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
+_BUCKET_ELEMENTS = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 _MAX_LIVE = 1_000_000_000  # elements of DeepSpeed's stage3_max_live_parameters
 
 
@@ -125,6 +125,6 @@ def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
         parameters=parameters,
         gradients=gradients,
         optimizer=12 * own * (1 - on_host),
-        buffers=width * (_BUCKET + live),
+        buffers=width * (_BUCKET_ELEMENTS + live),
         update=4 * own * (1 - on_host),
     )

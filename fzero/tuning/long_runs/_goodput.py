@@ -14,7 +14,7 @@ from fzero.tuning.long_runs._simulated_run import LOSSES, Reliability, Simulated
 
 __all__ = ["Goodput", "goodput", "save_interval"]
 
-_DAY = 86400.0
+_DAY_SECONDS = 86400.0
 
 
 @api_boundary
@@ -122,7 +122,7 @@ def _hours(seconds: float) -> str:
 
 
 _MAX_FAILURES = 20_000  # of a run: with more, its mtbf is surely that of all devices
-_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
+_INTERVAL_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
 
 
 @api_boundary
@@ -166,8 +166,8 @@ def goodput(
         True
     """
     _check_run(step_seconds, devices, reliability, every, days, samples)
-    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY)
-    intervals = [every] if every is not None else [formula * x for x in _FACTORS]
+    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY_SECONDS)
+    intervals = [every] if every is not None else [formula * x for x in _INTERVAL_FACTORS]
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
 
     def simulated(interval: float, sample: int) -> SimulatedRun:
@@ -175,7 +175,7 @@ def goodput(
             reliability=reliability,
             devices=devices,
             every=interval,
-            horizon=days * _DAY,
+            horizon=days * _DAY_SECONDS,
             rng=random.Random(f"{seed} {sample}"),
         ).simulate()
 
@@ -185,7 +185,7 @@ def goodput(
         for interval, results in runs.items()
     }
     best = max(shares, key=lambda interval: fmean([x.share for x in runs[interval]]))
-    losses = {name: fmean([x.seconds[name] / (days * _DAY) for x in runs[best]]) for name in LOSSES}
+    losses = {name: fmean([x.seconds[name] / (days * _DAY_SECONDS) for x in runs[best]]) for name in LOSSES}
     failures = fmean([x.failures for x in runs[best]])
     return Goodput(
         reliability=reliability,
@@ -213,7 +213,7 @@ def _check_run(
     for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: expected a number above 0")
-    failures = days * _DAY * devices / reliability.mtbf
+    failures = days * _DAY_SECONDS * devices / reliability.mtbf
     if failures > _MAX_FAILURES:
         raise ValueError(
             f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "

@@ -25,8 +25,8 @@ __all__ = ["calibrate"]
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_USABLE = 0.93  # the share of a device's memory that a step may use, as in the machines by name
-_ROUNDS = 20  # how often each message is timed
+_USABLE_SHARE = 0.93  # the share of a device's memory that a step may use, as in the machines by name
+_TIMED_ROUNDS = 20  # how often each message is timed
 
 
 class _Links(NamedTuple):
@@ -156,8 +156,8 @@ def _measure_group(group: Any, first: int, stride: int, ranks: int, device: torc
     numel = (64 if is_accelerator(device) else 4) << 18
     hop = 0.0
     if dist.get_rank() in (first, first + stride):
-        hop = measure_message_seconds(first, first + stride, device, _ROUNDS)
-    small, large = (gather_seconds(n, group, device, _ROUNDS) for n in (1, numel))
+        hop = measure_message_seconds(first, first + stride, device, _TIMED_ROUNDS)
+    small, large = (gather_seconds(n, group, device, _TIMED_ROUNDS) for n in (1, numel))
     hop, small, large = (-_slowest(-x) for x in (hop, small, large))
     return _fit_links(hop, small, large, 4 * numel * ranks, ranks)
 
@@ -187,7 +187,7 @@ def _make_machine(device: torch.device, constants: dict[str, tuple[float, str]])
         properties = torch.get_device_module(device).get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     name = f"{local_ranks} x {name}" if is_accelerator(device) else name
-    constants |= {"device_bytes": (_USABLE * memory, f"{_USABLE:.0%} of {memory / 1e9:,.0f} GB")}
+    constants |= {"device_bytes": (_USABLE_SHARE * memory, f"{_USABLE_SHARE:.0%} of {memory / 1e9:,.0f} GB")}
     constants |= {"host_copy_bandwidth": constants["host_memory_bandwidth"]}
     missing = {name for name, _, _ in base.sources} - {*constants}
     sources = [(name, value, source) for name, (value, source) in constants.items()]

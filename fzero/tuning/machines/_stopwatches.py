@@ -13,7 +13,7 @@ from fzero._torch import c10d, is_accelerator, wait_for_device
 __all__ = ["bytes_to_host", "copy_speed", "gather_seconds", "measure_message_seconds", "product_speed", "small_seconds"]
 
 
-_GROUP = 20  # small operations between two readings of the clock
+_GROUP_OPERATIONS = 20  # small operations between two readings of the clock
 
 
 def _seconds(f: Callable[[], Any], device: torch.device, budget: float, group: int = 1) -> float:
@@ -60,7 +60,7 @@ def small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> fl
     """Return the seconds of an operation on a few elements."""
     a = torch.zeros(16, dtype=dtype, device=device)
     out = torch.empty_like(a)
-    return _seconds(lambda: torch.add(a, a, out=out), device, budget, _GROUP)
+    return _seconds(lambda: torch.add(a, a, out=out), device, budget, _GROUP_OPERATIONS)
 
 
 def bytes_to_host(device: torch.device, budget: float) -> float:

@@ -170,7 +170,7 @@ def _apply_block(
     return x + (_moe(shape, options, p, h) if "experts" in p else _mlp(shape, options, p["mlp"], h))
 
 
-_CAPACITY = 1.25  # positions at an expert, relative to even routing
+_CAPACITY_FACTOR = 1.25  # positions at an expert, relative to even routing
 
 
 def _moe(shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def _moe(shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Te
     x = tp.all_gather(x) if options.sequence else x
     routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
-    y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=_CAPACITY)
+    y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=_CAPACITY_FACTOR)
     return tp.leave(y, sequence=options.sequence)
 
 

@@ -12,7 +12,7 @@ __all__ = ["Skipped", "Start", "is_surely_too_large", "refine", "search_rows", "
 
 
 _IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
-_NEAR = 1.05  # an extrapolated row decides nothing if it exceeds the budget by less than this factor
+_BUDGET_TOLERANCE = 1.05  # an extrapolated row decides nothing if it exceeds the budget by less than this factor
 
 Start = Callable[[Configuration | TableRow], Future[TableRow]]
 
@@ -79,7 +79,7 @@ def sort_results(
 
 def is_surely_too_large(row: TableRow, budget: float) -> bool:
     """Return whether the least peak of a row exceeds the budget, that of an extrapolated row by a margin."""
-    return row.min_peak_bytes > budget * (1 if row.in_full else _NEAR)
+    return row.min_peak_bytes > budget * (1 if row.in_full else _BUDGET_TOLERANCE)
 
 
 def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableRow]:
@@ -98,5 +98,5 @@ def _deciding_rows(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
     """List the rows that decide about the best one, as `refine` describes them."""
     first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:_IN_FULL]
     slowest = first[-1].seconds if len(first) == _IN_FULL else math.inf
-    near = [r for r in rows if budget < r.peak_bytes <= _NEAR * budget and r.seconds <= slowest]
+    near = [r for r in rows if budget < r.peak_bytes <= _BUDGET_TOLERANCE * budget and r.seconds <= slowest]
     return [*first, *near] if first else [*near, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]

@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.sharding._boxes import Shard, is_box
 from fzero.sharding._pieces import host_numel, spaces
-from fzero.sharding._spec import _ALIGN
+from fzero.sharding._spec import _ALIGN_ELEMENTS
 from fzero.testing import stages, world_sizes
 from tests.checkpoint.states import same_bits
 from tests.helpers import ALL_STAGES, cases, either, examples
@@ -197,7 +197,7 @@ def test_the_device_keeps_its_share_to_one_grain(params, ratio, stage, n, rule):
     boxes = [x for x in tree.flatten(momentum, is_box)[0] if isinstance(x, Shard) and x.spec.numel]
     host = sum([host_numel(x.spec_id) * x.spec.ranks for x in boxes])
     wanted = ratio * sum([x.spec.numel for x in boxes])
-    assert wanted - 1 <= host < wanted + n * (_ALIGN + len(boxes)), (host, wanted)  # each unit is padded
+    assert wanted - 1 <= host < wanted + n * (_ALIGN_ELEMENTS + len(boxes)), (host, wanted)  # each unit is padded
     order = [space for x in boxes for space in spaces(x)]
     assert order == sorted(order), order  # the device's first
     assert all(p.stop - p.start for x in boxes for p in x.spec.pieces)
@@ -213,7 +213,7 @@ def test_a_rule_is_asked_for_each_leaf_of_a_unit(params, stage, n, rule):
         share = sum([by_path(path) * size for path, size in zip(spec.paths, spec.sizes, strict=True)])
         wanted = share / max(spec.numel, 1) * spec.shard_numel
         host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
-        assert wanted - 1e-6 <= host <= wanted + _ALIGN, (spec, host, wanted)
+        assert wanted - 1e-6 <= host <= wanted + _ALIGN_ELEMENTS, (spec, host, wanted)
 
 
 def test_a_cut_lies_where_both_pieces_begin_on_a_cache_line():

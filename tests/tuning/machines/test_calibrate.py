@@ -152,4 +152,4 @@ def test_an_unreadable_calibration_file_is_refused_with_a_remedy(cache, text):
 def test_calibrate_refuses_a_wrong_time(seconds):
     with pytest.raises(ValueError, match=r"seconds=.*: expected a number above 0"):
         tuning.calibrate(seconds)
-    assert _calibrate._USABLE < 1
+    assert _calibrate._USABLE_SHARE < 1

@@ -14,7 +14,7 @@ from fzero.tuning._row import PlanSummary, ScheduleCost
 from fzero.tuning.models import ModelShape, ModelStep
 from fzero.tuning.search._configuration_planner import ConfigurationPlanner
 from fzero.tuning.search._extrapolation import extrapolate_line
-from fzero.tuning.search._search import _NEAR, refine
+from fzero.tuning.search._search import _BUDGET_TOLERANCE, refine
 from tests.helpers import examples
 
 SETTINGS = (("prefetch", 0),)
@@ -117,7 +117,7 @@ def test_no_row_is_refused_where_its_extrapolation_nearly_fits():
     rows, asked = refine_rows([row(1, 104.0, 1.0), row(2, 50.0, 2.0)], {1: 99.0})
     assert asked == [1, 2] or asked == [2, 1]
     assert min([r for r in rows if r.peak_bytes <= 100], key=operator.attrgetter("seconds")).config.micro_batch == 1
-    far = row(3, _NEAR * 100 + 1, 0.5)
+    far = row(3, _BUDGET_TOLERANCE * 100 + 1, 0.5)
     assert refine_rows([far, row(2, 50.0, 2.0)], {})[1] == [2]
 
 
