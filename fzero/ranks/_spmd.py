@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Spmd", "check_rank_dimension"]
 
 _Names = tuple[str, ...]
+_RankResult = tuple[list[Any], Any, list[_Names]]  # leaves, structure, and by leaf the axes along which it differs
 
 
 @dataclass(frozen=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls before it has its attributes
@@ -108,44 +109,37 @@ class Spmd:
         """Run all ranks as batch dimensions: vmap each axis's token, and each argument that differs along the axis."""
         shape, names = self.mesh.shape, self.mesh.axis_names
         leaves, axes, structure = _flatten_arguments(call, self.mesh)
-        leaves = [
-            x.unflatten(0, [size for name, size in shape if name in a]) if len(a) > 1 else x
-            for x, a in zip(leaves, axes, strict=True)
-        ]
+        leaves = [_unflatten_ranks(x, a, shape) for x, a in zip(leaves, axes, strict=True)]
         kinds = [kind for k in range(len(names) + 1) for kind in combinations(names, k)]  # ways to differ by rank
-        result: list[Any] = []  # a vmap returns tensors only
-
-        def rank(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> tuple[list[Any], ...]:
-            """Run the program for one rank of the vmaps, and return its tensors by the axes along which they differ."""
-            bound = tuple(
-                [Axis(name, size=n, group="", rank=0, token=t) for (name, n), t in zip(shape, tokens, strict=True)]
-            )
-            out = self._call(bound, (), tree.unflatten(structure, list(leaves)))
-            paths, out_leaves, out_structure = tree.flatten_with_paths(out)
-            out_axes = axes_of(out, names)
-            out_leaves = check_replicated(bound, paths, out_leaves, out_axes)
-            result.append((out_leaves, out_structure, out_axes))
-            return tuple(
-                [
-                    [x for x, a in zip(out_leaves, out_axes, strict=True) if a == kind and isinstance(x, torch.Tensor)]
-                    for kind in kinds
-                ]
-            )
-
-        run: Callable[..., Any] = rank
+        results: list[_RankResult] = []
+        run = self._vmap_program(structure, kinds, results)
         # with out_dims=None torch's vmap returns only values that no vmap has batched, including vmaps around the mesh;
         # under Dynamo there is no vmap around the mesh
         is_outermost = torch.compiler.is_dynamo_compiling() or not vmaps()
         is_unbatched = [not kind and is_outermost for kind in kinds]
         for name, size in reversed(shape):
             run = _map_over_axis(run, name, size, axes, kinds, is_unbatched)
-        groups = [iter(group) for group in run((), *leaves)]
-        out_leaves, out_structure, out_axes = result.pop()
-        out = []
-        for x, a in zip(out_leaves, out_axes, strict=True):
-            y = next(groups[kinds.index(a)]) if isinstance(x, torch.Tensor) else x
-            out.append(y.flatten(0, len(a) - 1) if len(a) > 1 else y)
-        return tree.unflatten(out_structure, out)
+        groups = dict(zip(kinds, run((), *leaves), strict=True))
+        return _join_groups(groups, *results.pop())
+
+    def _vmap_program(self, structure: Any, kinds: Sequence[_Names], results: list[_RankResult]) -> Callable[..., Any]:
+        """Make the program of one rank of the vmaps, which returns its tensors by the axes along which they differ.
+
+        A vmap returns tensors only: the program appends its full result to `results`.
+        """
+        names = self.mesh.axis_names
+
+        def run_rank(tokens: tuple[torch.Tensor, ...], *leaves: Any) -> tuple[list[Any], ...]:
+            sizes = zip(self.mesh.shape, tokens, strict=True)
+            bound = tuple([Axis(name, size=n, group="", rank=0, token=t) for (name, n), t in sizes])
+            out = self._call(bound, (), tree.unflatten(structure, list(leaves)))
+            paths, out_leaves, out_structure = tree.flatten_with_paths(out)
+            out_axes = axes_of(out, names)
+            out_leaves = check_replicated(bound, paths, out_leaves, out_axes)
+            results.append((out_leaves, out_structure, out_axes))
+            return tuple([_tensors_along(kind, out_leaves, out_axes) for kind in kinds])
+
+        return run_rank
 
     # Threads.
 
@@ -158,13 +152,13 @@ class Spmd:
             )
         leaves, axes, structure = _flatten_arguments(call, self.mesh)
 
-        def rank(bound: tuple[Axis, ...], joint: tuple[Axis, ...]) -> Any:
+        def run_rank(bound: tuple[Axis, ...], joint: tuple[Axis, ...]) -> Any:
             copies: dict[Any, Any] = {}  # tied arguments stay tied
             values = [_rank_value(x, a, bound, copies) for x, a in zip(leaves, axes, strict=True)]
             out = self._call(bound, joint, tree.unflatten(structure, values))
             return (*tree.flatten_with_paths(out), axes_of(out, self.mesh.axis_names))
 
-        return _combine(self.mesh, lockstep.run(self.mesh.shape, rank))
+        return _combine(self.mesh, lockstep.run(self.mesh.shape, run_rank))
 
 
 def _is_vmap_error(error: RuntimeError, mesh: "Mesh") -> bool:
@@ -178,6 +172,28 @@ def _is_vmap_error(error: RuntimeError, mesh: "Mesh") -> bool:
     if "Cannot access data pointer of Tensor that doesn't have storage" in text:  # numpy(), or tolist()
         return True
     return in_place or "vmap" in text or "Batching rule not implemented" in text
+
+
+def _unflatten_ranks(x: Any, axes: _Names, shape: Iterable[tuple[str, int]]) -> Any:
+    """Give a value that differs along several axes one dimension for each in place of dimension 0."""
+    return x.unflatten(0, [size for name, size in shape if name in axes]) if len(axes) > 1 else x
+
+
+def _tensors_along(kind: _Names, leaves: Sequence[Any], axes: Sequence[_Names]) -> list[torch.Tensor]:
+    """List the tensors of a result that differ along the axes of a kind, and no other."""
+    return [x for x, a in zip(leaves, axes, strict=True) if a == kind and isinstance(x, torch.Tensor)]
+
+
+def _join_groups(
+    groups: Mapping[_Names, Sequence[torch.Tensor]], leaves: Sequence[Any], structure: Any, axes: Sequence[_Names]
+) -> Any:
+    """Put the tensors that the vmaps returned, by the axes along which they differ, in place of a rank's leaves."""
+    tensors = {kind: iter(group) for kind, group in groups.items()}
+    out = []
+    for x, a in zip(leaves, axes, strict=True):
+        y = next(tensors[a]) if isinstance(x, torch.Tensor) else x
+        out.append(y.flatten(0, len(a) - 1) if len(a) > 1 else y)
+    return tree.unflatten(structure, out)
 
 
 def _map_over_axis(
@@ -228,10 +244,10 @@ def _rank_value(x: Any, axes: _Names, bound: tuple[Axis, ...], copies: dict[Any,
     return x[row].clone() if isinstance(x, torch.Tensor) else x
 
 
-def _combine(mesh: "Mesh", ranks: list[Any]) -> Any:
+def _combine(mesh: "Mesh", results: list[Any]) -> Any:
     """Combine the ranks' results: values that differ by rank are stacked, and all other values must be equal."""
-    paths, leaves, structure, axes = ranks[0]
-    for r, (_, _, other, other_axes) in enumerate(ranks):
+    paths, leaves, structure, axes = results[0]
+    for r, (_, _, other, other_axes) in enumerate(results):
         if other != structure or other_axes != axes:
             raise lockstep.DivergedError(
                 f"ranks diverged: rank {r} returned {other}, but rank 0 returned {structure}; all ranks must return "
@@ -240,11 +256,11 @@ def _combine(mesh: "Mesh", ranks: list[Any]) -> Any:
     out = []
     for i, (path, x, a) in enumerate(zip(paths, leaves, axes, strict=True)):
         rows: dict[tuple[int, ...], tuple[int, Any]] = {}  # coordinates along the leaf's axes -> a rank, its value
-        for r, rank in enumerate(ranks):
+        for r, result in enumerate(results):
             row = tuple([c for c, name in zip(mesh.coordinates(r), mesh.axis_names, strict=True) if name in a])
-            first, y = rows.setdefault(row, (r, rank[1][i]))
-            if not lockstep.are_equal(y, rank[1][i]):
-                how = f": ranks {first} and {r} have {_difference(y, rank[1][i])}"
+            first, y = rows.setdefault(row, (r, result[1][i]))
+            if not lockstep.are_equal(y, result[1][i]):
+                how = f": ranks {first} and {r} have {_difference(y, result[1][i])}"
                 raise DiffersByRankError(differs_message(path, a, how), result_path=path)
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
