@@ -43,11 +43,13 @@ from fzero._torch.pytrees import children_without_names, pytree, register_box
 from fzero._torch.recorder import OneNode
 from fzero._torch.running_transforms import (
     in_transform,
+    is_fused,
     is_old_function_error,
     is_profiling,
     is_tracing,
     quiet_vmap_fallback,
     raise_priority,
+    set_fused,
     without_function_modes,
 )
 from fzero._torch.scaled_mm import scaled_mm
@@ -116,6 +118,7 @@ __all__ = [
     "inductor_for_lengths",
     "is_accelerator",
     "is_backward",
+    "is_fused",
     "is_old_function_error",
     "is_profiling",
     "is_stand_in",
@@ -135,6 +138,7 @@ __all__ = [
     "register_box",
     "register_flop_formula",
     "scaled_mm",
+    "set_fused",
     "set_stand_in_device",
     "stack_of",
     "stand_in_at",

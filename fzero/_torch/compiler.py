@@ -105,7 +105,7 @@ def _compile(run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: Fak
     if all(x.device.type == "cpu" for x in args if isinstance(x, torch.Tensor)):
         start_cpu_probe().join()
     importlib.import_module("torch._inductor.lowering")  # max_pool2d's decomposition assumes that it is loaded
-    settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False, **_gcc_workaround()}
+    settings = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     try:
         return _compile_with(settings, run, args, mode)
     except (CppCompileError, InductorError) as error:
@@ -117,6 +117,7 @@ def _compile(run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: Fak
 def _compile_with(
     settings: dict[str, Any], run: Callable[..., tuple[Any, ...]], args: Sequence[Any], mode: FakeTensorMode
 ) -> Callable[..., Any]:
+    """Decompose a function's operations and compile them, with these settings of Inductor."""
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
@@ -125,22 +126,37 @@ def _compile_with(
         decomposed = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*args)
     output = next(n for n in decomposed.graph.nodes if n.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with config.patch(settings), torch.no_grad(), tracing(TracingContext(mode)):
+    with (
+        config.patch({**settings, **_gcc_workaround(decomposed.graph)}),
+        torch.no_grad(),
+        tracing(TracingContext(mode)),
+    ):
         return compile_fx.compile_fx_inner(decomposed, args, is_inference=True)  # pyright: ignore
 
 
-def _gcc_workaround() -> dict[str, str]:
-    """Return settings of Inductor with which GCC compiles correct code.
+def _gcc_workaround(graph: torch.fx.Graph) -> dict[str, str]:
+    """Return settings of Inductor with which GCC compiles correct code of a decomposed graph.
 
     GCC 11 and 12 compute wrong numbers at -O3 with AVX-512 if one file transposes two tiles of 32 x 32 half-precision
     values. Their SLP vectorizer, which merges scalar operations into vectors, is at fault; torch.compile has this bug,
-    too. Inductor's code is vectorized already, so it loses nothing without the SLP vectorizer. Inductor accepts
-    compiler flags in no other setting.
+    too. Graphs that transpose nothing, or hold no such values, keep it: it makes vector code of views of bits, which
+    take five times as long without. Inductor accepts compiler flags in no other setting.
     """
     from torch._inductor import config
 
+    values = [x for n in graph.nodes if isinstance(x := n.meta.get("val"), torch.Tensor)]
+    if all(x.itemsize != 2 for x in values) or all(_is_in_order(x) for x in values):
+        return {}
     flag = "enable_floating_point_contract_flag"  # its value becomes part of the command line, so it may hold two flags
     return {f"cpp.{flag}": f"{getattr(config.cpp, flag)} -fno-tree-slp-vectorize"}
+
+
+def _is_in_order(x: torch.Tensor) -> bool:
+    """Return whether a stand-in's dimensions lie in memory in their order, without symbolic sizes."""
+    if any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride())):
+        return False
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and stride]
+    return strides == sorted(strides, reverse=True)
 
 
 class _Reshaping(torch.fx.Interpreter):

@@ -14,12 +14,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 __all__ = [
     "in_transform",
     "is_deciding",
+    "is_fused",
     "is_old_function_error",
     "is_profiling",
     "is_tracing",
     "quiet_vmap_fallback",
     "raise_priority",
     "set_deciding",
+    "set_fused",
     "without_function_modes",
 ]
 
@@ -39,6 +41,32 @@ def set_deciding() -> Iterator[None]:
         yield
     finally:
         _DECIDING.on = False
+
+
+class _Fused(threading.local):
+    on = False
+
+
+_FUSED = _Fused()
+
+
+@contextmanager
+def set_fused(on: bool) -> Iterator[None]:
+    """Say whether a compiler fuses the operations that this context traces."""
+    before, _FUSED.on = _FUSED.on, on
+    try:
+        yield
+    finally:
+        _FUSED.on = before
+
+
+def is_fused() -> bool:
+    """Return whether a compiler will fuse the running operations.
+
+    Then many plain operations take less time than few look-ups, of which a CPU's compiler makes no vector code. Code
+    that asks must give the same numbers either way.
+    """
+    return _FUSED.on or torch.compiler.is_dynamo_compiling()
 
 
 def is_old_function_error(error: RuntimeError) -> bool:

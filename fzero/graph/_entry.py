@@ -332,15 +332,16 @@ def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
 def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], options: JitOptions) -> TracedGraph:
     """Trace a step with loops if its micro-batches can be one, else without. "inductor-whole" has no loops."""
     stand_ins, is_full_graph = _torch.stand_ins_like(arguments.tensors), options.backend == "inductor-whole"
+    is_fused = options.backend in ("inductor", "inductor-whole")
     try:
-        with record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph):
+        with record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph), _torch.set_fused(is_fused):
             return trace(f, stand_ins, labels)
     except NotScannableError as error:
         warn_once(
             f"fzero.{options}: {error}. So each micro-batch is traced by itself, which takes longer for many of them. "
             "This attempt ran the step's Python code: its side effects outside the step remain. loop=False skips it"
         )
-    with record_loops(False, pipelines=not is_full_graph):
+    with record_loops(False, pipelines=not is_full_graph), _torch.set_fused(is_fused):
         return trace(f, stand_ins, labels)
 
 

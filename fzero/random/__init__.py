@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
 from fzero.random._draws import apply_mask, bernoulli, dropout, keep_mask_at, normal, randint, uniform
-from fzero.random._keys import bits_at, check_key, fold_in, key, mix_bits, split
+from fzero.random._keys import check_key, fold_in, key, mix_bits, split
 from fzero.random._seeded import call_with_key, next_key, seeded
+from fzero.random._words import key_words, words_at
 
 __all__ = [
     "bernoulli",
@@ -22,12 +23,13 @@ __all__ = [
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
     "apply_mask",
-    "bits_at",
     "call_with_key",
     "check_key",
     "keep_mask_at",
+    "key_words",
     "mix_bits",
     "next_key",
+    "words_at",
 ]
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself

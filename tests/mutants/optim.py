@@ -52,24 +52,31 @@ MUTANTS = [
         Fault("all updates have the same draws", "stochastic_rounding.update", becomes("fold_in(A, 0)", "A")),
     ),
     *File("optim/moments/_rounding.py", ROUNDING).faults(
-        Fault("stochastic rounding always rounds down", "round_at_random", becomes("A + B.to(torch.int32)", "A")),
+        Fault("stochastic rounding always rounds down", "round_at_random", becomes("A + (B & 65535)", "A")),
         Fault("a value rounds to infinity", "round_at_random", becomes("A.clamp(B, C)", "A")),
     ),
     *File("optim/moments/_rounding.py", SIXTEEN_BIT).faults(
-        Fault("moments always round down", "round_at_random", becomes("A + B.to(torch.int32)", "A")),
+        Fault("moments always round down", "round_at_random", becomes("A + (B & 65535)", "A")),
     ),
     *File("optim/moments/_sixteen_bit.py", SIXTEEN_BIT).faults(
         Fault("each update of a moment has the same draws", "map_sixteen_bit", becomes("fold_in(A, 0)", "A")),
         Fault("both moments have the same draws", "_round_moments", becomes("A >> 16 * i", "A")),
-        Fault("full leaves of a shard are rounded", "_update_unit", becomes("read_subset(A, B, C)", "A")),
+        Fault("full leaves of a shard are rounded", "_update_full_leaves", becomes("put_subset(u, A, B, C)", "u")),
     ),
     *File("sharding/elements/_leaf_subset.py", SIXTEEN_BIT).faults(
-        Fault("a rank writes another rank's numbers", "write_subset", becomes("(A >= 0) & (A < k)", "A < k")),
-        Fault("a rank reads the first rank's numbers", "read_subset", becomes("unit_index(...) * k", "0")),
+        Fault("a rank writes another rank's numbers", "scatter_subset", becomes("(A >= 0) & (A < k)", "A < k")),
+        Fault("a rank reads the first rank's elements", "places_of_subset", bare("A - B * C")),
+    ),
+    *File("sharding/elements/_by_leaf.py", SIXTEEN_BIT).faults(
+        Fault("all ranks have the same draws", "unit_positions", bare("A + B"), ROUNDING),
+        Fault("compiled draws are those of the leaf before", "by_leaf", becomes("positions >= end", "positions > end")),
+    ),
+    *File("random/_words.py", ("tests/random/test_random.py",)).faults(
+        Fault("streams have one set of words in other orders", "words_at", bare("A ^ second")),
+        Fault("the sign of a word is shifted in", "_shift_right", bare("A & B")),
     ),
     *File("sharding/elements/_leaf_positions.py", ROUNDING).faults(
-        Fault("all leaves have the same draws", "element_ids_of_leaf", bare("A ^ B")),
-        Fault("all ranks have the same draws", "element_ids_of_shard", becomes("unit_index(...) * k", "0")),
+        Fault("all leaves have the same draws", "_leaf_id", becomes("binascii.crc32(A)", "0")),
         Fault(
             "parts of split leaves have the draws of the first part",
             "_position_in_full_leaf",

@@ -110,7 +110,7 @@ MUTANTS = [
         Fault(
             "the workaround for GCC 11 and 12 is off",
             "_gcc_workaround",
-            becomes("return A", "return {}"),
+            becomes("return A", "return {}", at="2 of 2"),
             ("tests/_torch/test_torch.py",),
         ),
         Fault(

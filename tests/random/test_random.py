@@ -101,6 +101,39 @@ def test_bits_are_balanced_and_neighbours_independent(name):
         assert abs(((counts - expected) ** 2 / expected).sum().item() - 4095) < 5 * math.sqrt(2 * 4095)
 
 
+WORDS = {
+    "counted": lambda k: random.words_at(*random.key_words(k, torch.tensor(7)), torch.arange(N, dtype=torch.int32)),
+    "next key": lambda k: WORDS["counted"](k) ^ WORDS["counted"](random.fold_in(k, 0)),
+    "next stream": lambda k: (
+        WORDS["counted"](k) ^ random.words_at(*random.key_words(k, torch.tensor(8)), torch.arange(N, dtype=torch.int32))
+    ),
+    "halves": lambda k: (WORDS["counted"](k) >> 16 ^ WORDS["counted"](k)) & 0xFFFF,
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_balanced_and_independent_of_neighbours_keys_and_streams(name):
+    z = WORDS[name](random.key(7))
+    width = 16 if name == "halves" else 32
+    for x in (z, z[1:] ^ z[:-1], z[2:] ^ z[:-2], z[256:] ^ z[:-256]):
+        for b in range(width):
+            assert sigmas((x >> b) & 1, 0.5, 0.25) < 4.5, (name, b)
+    for shift in (0, 5, 10, 26)[: 3 if width == 16 else 4]:  # pairs of neighbours' bits, as for `bits`
+        a = (z >> shift) & 63
+        counts = torch.bincount(a[1:] * 64 + a[:-1], minlength=4096).double()
+        expected = a[1:].numel() / 4096
+        assert abs(((counts - expected) ** 2 / expected).sum().item() - 4095) < 5 * math.sqrt(2 * 4095)
+
+
+def test_words_of_two_streams_are_no_permutations_and_places_beyond_32_bits_have_their_own():
+    places, k = torch.arange(4096), random.key(5)
+    words = [random.words_at(*random.key_words(k, torch.tensor(stream)), places) for stream in (1, 2)]
+    assert torch.isin(*words).sum() == 0
+    first = random.key_words(k, torch.tensor(1))
+    assert torch.equal(random.words_at(*first, places.to(torch.int32)), words[0])
+    assert (random.words_at(*first, places + 2**32) == words[0]).sum() == 0
+
+
 def test_draws_of_near_keys_are_no_permutations_of_each_other():
     """The counter is xored with the key: were that all, keys that differ in low bits had the same set of numbers."""
     k = random.key(5)

@@ -14,9 +14,9 @@ def round_at_random(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: the values, float32. Infinities become the largest finite values.
-        random_bits: int64, of the shape of `x`; the lowest 16 bits count.
+        random_bits: int32, of the shape of `x`; the lowest 16 bits count.
     """
     largest = torch.finfo(torch.bfloat16).max
     bits = view_bits(x.clamp(-largest, largest).contiguous(), torch.int32)
-    carried = bits + (random_bits & 0xFFFF).to(torch.int32)
+    carried = bits + (random_bits & 0xFFFF)
     return view_bits(carried & -0x10000, torch.float32).to(torch.bfloat16)

@@ -13,22 +13,24 @@ from fzero import tree
 from fzero._dtypes import sum_dtype
 from fzero._torch import assume_constant_result
 from fzero.optim.moments._rounding import round_at_random
-from fzero.random import bits_at, fold_in
+from fzero.random import fold_in
 from fzero.random import key as random_key
 from fzero.sharding import (
     Shard,
     Slot,
     box_of,
     check_on_device,
-    element_ids_of_leaf,
-    element_ids_of_shard,
     empty_shape,
+    gather_subset,
     is_box,
-    read_subset,
+    places_of_subset,
+    put_subset,
+    scatter_subset,
     spec_of,
     subset_spec,
     traced_spec,
-    write_subset,
+    words_of_leaf,
+    words_of_shard,
 )
 from fzero.tree import Tree
 
@@ -131,9 +133,11 @@ def _update_leaf(
 ) -> list[Any]:
     """Return the update of a full leaf, and the new values and full numbers of each moment."""
     is_full = values[0].shape == full[0].shape
-    u, *new = f(g, *(full if is_full else [v.to(x.dtype) for v, x in zip(values, full, strict=True)]), *rest)
-    bits = bits_at(key, element_ids_of_leaf(path, g))
-    pairs = zip(_round_moments(new, bits), new if is_full else full, strict=True)
+    u, *new = f(g, *[v.to(x.dtype) for v, x in zip(values, full, strict=True)], *rest)
+    rounded = _round_moments(new, words_of_leaf(key, path, g))
+    if is_full:
+        u, *full = f(g, *full, *rest)
+    pairs = zip(rounded, full, strict=True)
     return [u, *[x for pair in pairs for x in pair]]
 
 
@@ -142,15 +146,39 @@ def _update_unit(
 ) -> list[Any]:
     """Return the update of a unit, and the new values and full numbers of each moment."""
     check_on_device(g, "a moment in bfloat16")
-    spec_id = g.spec_id
+    spec_id, subset_id = g.spec_id, full[0].spec_id
     wide = [v.data.to(x.dtype) for v, x in zip(values, full, strict=True)]
-    old = read_subset(wide, spec_id, full)
-    u, *new = f(g.data, *old, *[x.data if is_box(x) else x for x in rest])
-    rounded = _round_moments(new, bits_at(key, element_ids_of_shard(spec_id, g.device)))
-    pairs = zip([box_of(spec_id, [x]) for x in rounded], write_subset(new, spec_id, full[0].spec_id), strict=True)
+    inputs = [x.data if is_box(x) else x for x in rest]
+    u, *new = f(g.data, *wide, *inputs)
+    rounded = _round_moments(new, words_of_shard(key, spec_id, g.device))
+    boxes = [box_of(subset_id, [x.data]) for x in full]
+    if traced_spec(subset_id).numel:
+        u, boxes = _update_full_leaves(f, g, full, inputs, u)
+    pairs = zip([box_of(spec_id, [x]) for x in rounded], boxes, strict=True)
     return [box_of(spec_id, [u]), *[x for pair in pairs for x in pair]]
 
 
-def _round_moments(moments: Sequence[torch.Tensor], bits: torch.Tensor) -> list[torch.Tensor]:
-    """Return moments in bfloat16. Each has 16 of the 64 bits that are drawn for an element."""
-    return [round_at_random(x.to(torch.float32), bits >> 16 * i) for i, x in enumerate(moments)]
+def _update_full_leaves(
+    f: Any, g: Shard, full: Sequence[Shard], rest: Sequence[Any], u: torch.Tensor
+) -> tuple[torch.Tensor, list[Shard]]:
+    """Return a unit's update `u` with that of its full leaves, which are updated alone, and their new moments.
+
+    They have few elements. To find the old moments of each element of the unit would take longer than the update.
+    """
+    spec_id, subset_id = g.spec_id, full[0].spec_id
+    k = traced_spec(spec_id).shard_numel
+    old, places = gather_subset(full), places_of_subset(spec_id, subset_id, g.device)
+    if not k:
+        return u, scatter_subset([torch.zeros_like(x) for x in old], places, spec_id, subset_id)
+    at = places.clamp(0, k - 1)
+
+    def part(x: Any) -> Any:
+        return x.index_select(0, at) if isinstance(x, torch.Tensor) and x.ndim else x
+
+    row, *new = f(part(g.data), *old, *[part(x) for x in rest])
+    return put_subset(u, row, spec_id, subset_id), scatter_subset(new, places, spec_id, subset_id)
+
+
+def _round_moments(moments: Sequence[torch.Tensor], words: torch.Tensor) -> list[torch.Tensor]:
+    """Return up to two moments in bfloat16. Each has 16 of the 32 bits that are drawn for an element."""
+    return [round_at_random(x.to(torch.float32), words >> 16 * i) for i, x in enumerate(moments)]

@@ -11,8 +11,8 @@ from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Update
 from fzero.optim._precision import Precision
 from fzero.optim.moments import round_at_random
 from fzero.optim.wrappers._master_weights import check_dtypes, check_no_masters, difference
-from fzero.random import bits_at, check_key, fold_in
-from fzero.sharding import Shard, box_of, element_ids_of_leaf, element_ids_of_shard, is_box
+from fzero.random import check_key, fold_in
+from fzero.sharding import Shard, box_of, is_box, words_of_leaf, words_of_shard
 from fzero.tree import Tree
 
 __all__ = ["StochasticRoundingState", "stochastic_rounding"]
@@ -106,6 +106,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
 
 def _round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
     """Round float32 values to bfloat16 at random where `like` has this dtype; other values stay as they are."""
+    key = fold_in(key, 1)  # moments in bfloat16 may have the same key, and draw with it as it is
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
     likes = tree.leaves_up_to(values, like, is_box)
     rounded: dict[Any, torch.Tensor] = {}  # a tied leaf is rounded once, by the draws of its first path
@@ -114,15 +115,9 @@ def _round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
         if not isinstance(x, torch.Tensor | Shard) or p.dtype != torch.bfloat16:
             continue
         if isinstance(x, Shard):
-            numbers = element_ids_of_shard(x.spec_id, x.device)
-            out[i] = box_of(x.spec_id, [round_at_random(x.data, _draw(key, numbers))])
+            out[i] = box_of(x.spec_id, [round_at_random(x.data, words_of_shard(key, x.spec_id, x.device))])
             continue
         if tree.identity(x) not in rounded:
-            rounded[tree.identity(x)] = round_at_random(x, _draw(key, element_ids_of_leaf(path, x)))
+            rounded[tree.identity(x)] = round_at_random(x, words_of_leaf(key, path, x))
         out[i] = rounded[tree.identity(x)]
     return tree.unflatten(structure, out)
-
-
-def _draw(key: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return random bits for elements of these numbers."""
-    return bits_at(key.to(numbers.device), numbers) >> 32

@@ -3,8 +3,15 @@
 from fzero.sharding.elements._block_ranges import UnitRange, block_range
 from fzero.sharding.elements._element_ranges import put_elements, slice_elements
 from fzero.sharding.elements._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
-from fzero.sharding.elements._leaf_positions import element_ids_of_leaf, element_ids_of_shard
-from fzero.sharding.elements._leaf_subset import empty_shape, read_subset, subset_spec, write_subset
+from fzero.sharding.elements._leaf_positions import words_of_leaf, words_of_shard
+from fzero.sharding.elements._leaf_subset import (
+    empty_shape,
+    gather_subset,
+    places_of_subset,
+    put_subset,
+    scatter_subset,
+    subset_spec,
+)
 from fzero.sharding.elements._segments import (
     abstract,
     check_on_device,
@@ -25,17 +32,18 @@ __all__ = [
     "blocks_of_leaf",
     "check_on_device",
     "check_per_leaf",
-    "element_ids_of_leaf",
-    "element_ids_of_shard",
     "empty_shape",
+    "gather_subset",
     "global_norm",
     "map_of_blocks",
     "per_leaf",
+    "places_of_subset",
     "put_elements",
-    "read_subset",
+    "put_subset",
     "segment_ids",
     "slice_elements",
     "subset_spec",
-    "write_subset",
+    "words_of_leaf",
+    "words_of_shard",
     "zero_padding",
 ]

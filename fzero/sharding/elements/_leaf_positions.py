@@ -1,7 +1,7 @@
-"""An id for each element of a leaf: equal on any layout, so that draws by it are, too.
+"""Random words for each element of a leaf: equal on any layout.
 
-It consists of the leaf's id, the CRC of its path, and the element's position in the full leaf. So it depends on
-no unit, number of ranks or split.
+They follow from the leaf's id, the CRC of its path, and the element's position in the full leaf. So they depend on no
+unit, number of ranks or split.
 """
 
 import binascii
@@ -11,38 +11,41 @@ import torch
 
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
-from fzero.sharding._spec import spec_of, traced_spec, unit_index
+from fzero.random import key_words, words_at
+from fzero.sharding._spec import spec_of, traced_spec
 from fzero.sharding._stacked_items import item_of, stacked_of
+from fzero.sharding.elements._by_leaf import by_leaf, unit_positions
 from fzero.sharding.elements._segments import segment_ids
 
-__all__ = ["element_ids_of_leaf", "element_ids_of_shard"]
-
-_POSITION_BITS = 32  # of the position; the CRC has as many
+__all__ = ["words_of_leaf", "words_of_shard"]
 
 
 def _leaf_id(path: str) -> int:
-    """Return the id of a leaf, an int64 whose lowest 32 bits are 0."""
-    return (binascii.crc32(path.encode()) - 2**31) << _POSITION_BITS
+    return binascii.crc32(path.encode())
 
 
-def element_ids_of_leaf(path: str, leaf: torch.Tensor) -> torch.Tensor:
-    """Return an id for each element of a full leaf: int64, of the shape of the leaf."""
-    return torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) ^ _leaf_id(path)
+def words_of_leaf(key: torch.Tensor, path: str, leaf: torch.Tensor) -> torch.Tensor:
+    """Draw 32 random bits for each element of a full leaf: int32, of the shape of the leaf, on its device."""
+    dtype = torch.int32 if leaf.numel() < 2**31 else torch.int64
+    position = torch.arange(leaf.numel(), dtype=dtype, device=leaf.device).view(leaf.shape)
+    first, second = key_words(key.to(leaf.device), tensor_on(_leaf_id(path), device=leaf.device))
+    return words_at(first, second, position)
 
 
-def element_ids_of_shard(spec_id: int, device: torch.device) -> torch.Tensor:
-    """Return an id for each element of this rank's shard of a unit: int64 `[k]`, those of its full leaves."""
+def words_of_shard(key: torch.Tensor, spec_id: int, device: torch.device) -> torch.Tensor:
+    """Draw 32 random bits for each element of this rank's shard of a unit: int32 `[k]`, those of its full leaves."""
     spec = traced_spec(spec_id)
-    k = spec.shard_numel
-    leaf = segment_ids(spec_id, device)
-    unit_position = unit_index(spec_id, device) * k + torch.arange(k, device=device)
-    position = unit_position - tensor_on([*spec.offsets[:-1], spec.numel], device=device)[leaf]
     axis, rows = _leaf_ids(spec_id)  # a row for each rank along the axis of a stacked list, else one
     leaf_ids = tensor_on(rows, device=device)
     row = axis_index(axis, device=device).reshape(1) if axis else torch.zeros(1, dtype=torch.int64, device=device)
+    words = key_words(key.to(device), leaf_ids.index_select(0, row).squeeze(0))
+    in_unit = unit_positions(spec_id, device)
+    offsets = tensor_on([*spec.offsets[:-1], spec.numel], dtype=in_unit.dtype, device=device)
+    first, second, offset = by_leaf(spec_id, in_unit, [*words, offsets])
+    position = in_unit - offset
     if any(not split.stacked for split in spec.split):
-        position = _position_in_full_leaf(spec_id, position, leaf)
-    return position ^ leaf_ids.index_select(0, row).squeeze(0)[leaf]
+        position = _position_in_full_leaf(spec_id, position.to(torch.int64), segment_ids(spec_id, device))
+    return words_at(first, second, position)
 
 
 @assume_constant_result

@@ -14,9 +14,16 @@ from fzero._torch import assume_constant_result, tensor_on
 from fzero.collectives import all_gather, psum_scatter
 from fzero.sharding._boxes import Shard, box_of
 from fzero.sharding._spec import intern, spec_of, traced_spec, unit_index
-from fzero.sharding.elements._segments import segment_ids
+from fzero.sharding.elements._by_leaf import by_leaf, in_memory, unit_positions
 
-__all__ = ["empty_shape", "read_subset", "subset_spec", "write_subset"]
+__all__ = [
+    "empty_shape",
+    "gather_subset",
+    "places_of_subset",
+    "put_subset",
+    "scatter_subset",
+    "subset_spec",
+]
 
 
 def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -38,46 +45,49 @@ def subset_spec(spec_id: int, is_member: tuple[bool, ...]) -> int:
     return intern(replace(spec, shapes=shapes, dtype=torch.float32, cast=None, host=Fraction(0)))
 
 
-def read_subset(xs: Sequence[torch.Tensor], spec_id: int, boxes: Sequence[Shard]) -> list[torch.Tensor]:
-    """Return tensors of the elements of a rank's shard, with those of the subset's leaves from other boxes.
-
-    Args:
-        xs: m tensors `[k]`, of this rank's shard of the unit.
-        spec_id: the unit.
-        boxes: for each tensor the shard of the subset.
-    """
-    subset_id = boxes[0].spec_id
-    spec, subset = traced_spec(spec_id), traced_spec(subset_id)
-    if not subset.numel:
-        return list(xs)
-    device, k = xs[0].device, spec.shard_numel
+def gather_subset(boxes: Sequence[Shard]) -> list[torch.Tensor]:
+    """Return the r numbers of a subset, for each of its shards `boxes`: `[r]`."""
+    subset = traced_spec(boxes[0].spec_id)
     shards = torch.stack([box.data for box in boxes])  # [m, r / N]
     full = all_gather(shards, subset.axes, dim=-1) if subset.ranks > 1 else shards
-    rows = zip(subset.offsets, spec.offsets, spec.shapes, subset.shapes, strict=False)
-    moves = [(at - offset, shape == own) for at, offset, shape, own in rows]
-    leaf = segment_ids(spec_id, device)
-    member = tensor_on([*[m for _, m in moves], False], device=device)[leaf]
-    move = tensor_on([*[move for move, _ in moves], 0], device=device)[leaf]
-    position = unit_index(spec_id, device) * k + torch.arange(k, device=device) + move
-    position = torch.where(member, position, torch.zeros_like(position))
-    return [torch.where(member, row.index_select(0, position), x) for row, x in zip(full.unbind(), xs, strict=True)]
+    return list(full[:, : subset.numel].unbind())
 
 
-def write_subset(xs: Sequence[torch.Tensor], spec_id: int, subset_id: int) -> list[Shard]:
-    """Return the subset's shards of tensors `[k]` of this rank's shard of the unit."""
+def places_of_subset(spec_id: int, subset_id: int, device: torch.device) -> torch.Tensor:
+    """Return the index in this rank's shard `[k]` of each of the subset's elements: int64 `[r]`.
+
+    Those of other ranks' elements are negative, or k and above.
+    """
     spec, subset = traced_spec(spec_id), traced_spec(subset_id)
-    if not subset.numel:
-        return [box_of(subset_id, [x.new_zeros(subset.shard_numel)]) for x in xs]
-    device, k = xs[0].device, spec.shard_numel
     rows = zip(spec.offsets, subset.offsets, subset.offsets[1:], strict=False)
     ranges = [torch.arange(offset, offset + stop - start, device=device) for offset, start, stop in rows]
-    place = torch.cat(ranges) - unit_index(spec_id, device) * k  # [r]
+    return torch.cat(ranges) - unit_index(spec_id, device) * spec.shard_numel
+
+
+def put_subset(x: torch.Tensor, row: torch.Tensor, spec_id: int, subset_id: int) -> torch.Tensor:
+    """Return a tensor `[k]` of this rank's shard of a unit, with the numbers `[r]` of the subset in their places."""
+    spec, subset = traced_spec(spec_id), traced_spec(subset_id)
+    nowhere = -spec.shard_numel * spec.ranks  # a distance at which the index of each element is negative
+    rows = zip(subset.offsets, spec.offsets, spec.shapes, subset.shapes, strict=False)
+    moves = [at - offset if shape == own else nowhere for at, offset, shape, own in rows]
+    position = unit_positions(spec_id, x.device)
+    (distance,) = by_leaf(spec_id, position, [tensor_on([*moves, nowhere], dtype=position.dtype, device=x.device)])
+    index = position + distance
+    return torch.where(index >= 0, in_memory(row).index_select(0, index.clamp(min=0)), x)
+
+
+def scatter_subset(xs: Sequence[torch.Tensor], places: torch.Tensor, spec_id: int, subset_id: int) -> list[Shard]:
+    """Return the subset's shards of tensors `[r]`, of which each rank has the numbers of its own shard's elements.
+
+    Args:
+        xs: the tensors; what they hold of other ranks' elements does not count.
+        places: the result of `places_of_subset`.
+        spec_id: the unit.
+        subset_id: the subset.
+    """
+    k, subset = traced_spec(spec_id).shard_numel, traced_spec(subset_id)
     own = torch.stack(list(xs))
-    if k:
-        parts = own.index_select(1, place.clamp(0, k - 1))
-        own = torch.where((place >= 0) & (place < k), parts, torch.zeros_like(parts))
-    else:
-        own = own.new_zeros(len(xs), subset.numel)
+    own = torch.where((places >= 0) & (places < k), own, torch.zeros_like(own))
     padding = subset.shard_numel * subset.ranks - subset.numel
     own = torch.cat([own, own.new_zeros(len(xs), padding)], dim=1) if padding else own
     shards = psum_scatter(own, subset.axes, dim=-1) if subset.ranks > 1 else own

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, random, tree
+from fzero._torch import set_fused
 from fzero.testing import assert_trees_close
 from tests.helpers import LEAST, cases, examples, train_step_for
 from tests.optim.helpers import normal
@@ -91,6 +92,9 @@ def some_are_full(path: str, leaf: torch.Tensor) -> bool:
     return leaf.numel() % 5 == 0
 
 
+SOME = optim.Moments("bfloat16", full=some_are_full)
+
+
 def step_of(opt: Any) -> Any:
     """A train step whose gradients are functions of the elements: without a sum over ranks, numbers are exact."""
 
@@ -118,21 +122,26 @@ KINDS = {
 @given(
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
     rule=st.sampled_from([None, *sorted(RULES)]),
-    full=st.sampled_from([EVERY, optim.Moments("bfloat16", full=some_are_full)]),
+    full=st.sampled_from([EVERY, SOME]),
     kind=st.sampled_from(["adamw", "lion"]),
     n=st.integers(1, 8),
     stage=st.integers(0, 3),
     seed=st.integers(0, 99),
+    fused=st.booleans(),
 )
-@example([(700,), (), (0,), (3, 100)], "one unit", EVERY, "adamw", 7, 3, 0)
-@example([(1,), (7,)], "one unit", EVERY, "lion", 8, 2, 0)
-@example([(2, 2, 300), (7,), (512, 2)], "one unit", optim.Moments("bfloat16", full=some_are_full), "adamw", 5, 1, 1)
-def test_sixteen_bit_training_does_not_depend_on_the_layout(shapes, rule, full, kind, n, stage, seed):
-    """Every bit is equal on any number of ranks, at any stage, in any units, of sizes that do not divide."""
+@example([(700,), (), (0,), (3, 100)], "one unit", EVERY, "adamw", 7, 3, 0, True)
+@example([(1,), (7,)], "one unit", EVERY, "lion", 8, 2, 0, False)
+@example([(2, 2, 300), (7,), (512, 2)], "one unit", SOME, "adamw", 5, 1, 1, True)
+def test_sixteen_bit_training_does_not_depend_on_the_layout(shapes, rule, full, kind, n, stage, seed, fused):
+    """Every bit is equal on any number of ranks, at any stage, in any units, of sizes that do not divide.
+
+    It is also equal in the form that a compiler gets.
+    """
     params, opt = params_of_shapes(shapes, seed), KINDS[kind](full)
     step = fzero.shard(step_of(opt), stage, fzero.mesh(dp=n), units=rule and RULES[rule])
     expected = train(step_of(opt), (params, opt.init(params)))
-    actual = step.gather(train(step, step.init(params, opt), split=step.mesh.split))
+    with set_fused(fused):
+        actual = step.gather(train(step, step.init(params, opt), split=step.mesh.split))
     for x, y in zip(tree.tensors(actual), tree.tensors(expected), strict=True):
         is_number = x.is_floating_point() and not x.ndim  # Adam computes it in float64, its factors' dtype
         assert_trees_close(x, y, 1e-6 if is_number else 0.0)

@@ -50,7 +50,7 @@ def test_small_updates_add_up_under_stochastic_rounding():
         updates, state = opt.update({"w": torch.ones(2000)}, state, params)
         params = optim.apply_updates(params, updates)
     assert params["w"].dtype == torch.bfloat16
-    assert params["w"].double().mean() == pytest.approx(1 - 200 * 2.0**-11, abs=1e-3)
+    assert params["w"].double().mean() == pytest.approx(1 - 200 * 2.0**-11, abs=1.7e-3), "four deviations"
 
 
 def step_of(opt: Any) -> Any:
