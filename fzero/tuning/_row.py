@@ -1,7 +1,7 @@
 """Summarize one rank's plan of a configuration in a few numbers."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -13,9 +13,11 @@ __all__ = ["KindBytes", "OperationKey", "PlanSummary", "ScheduleCost", "TableRow
 
 
 # Each number of a row is linear in the depth, so it is extrapolated.
+_NEAR_PEAK = 0.75  # share of the peak from which an operation of few blocks may be the peak of many
 
-# an operation: its pass, its source line and its target, and "first", "last" or "peak" among the operations alike
-OperationKey = tuple[str, ...]
+# an operation: its pass, its source line and its target, and "first", "last", "peak" or a number from either end, to
+# name one of the operations alike
+OperationKey = tuple[str | int, ...]
 KindBytes = Mapping[str, float]  # bytes by kind
 
 
@@ -133,19 +135,22 @@ def summarize(plan: Plan) -> PlanSummary:
 
 
 def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
-    """Find the first and the last of the operations that are alike, and the one where most bytes are alive.
+    """Find operations whose live bytes are linear in the depth: of those alike the first, the last and the fullest.
 
-    At each of them the live bytes are linear in the depth. The peak need not be linear, since it may move to another
-    operation with more blocks.
+    The peak need not be linear, since it may move to another operation with more blocks: to one of those alike, too.
+    So each operation near the peak is found as well, by its number from the nearer end of those alike.
     """
-    indices: dict[OperationKey, int] = {}
+    groups: defaultdict[OperationKey, list[int]] = defaultdict(list)
     for i, o in enumerate(plan.operations):
-        alike = (o.phase, o.line, o.target)
-        indices.setdefault((*alike, "first"), i)
-        indices[*alike, "last"] = i
-        peak = (*alike, "peak")
-        if peak not in indices or plan.live[i] > plan.live[indices[peak]]:
-            indices[peak] = i
+        groups[o.phase, o.line, o.target].append(i)
+    near_peak = _NEAR_PEAK * plan.peak_bytes
+    indices: dict[OperationKey, int] = {}
+    for alike, group in groups.items():
+        indices[*alike, "first"], indices[*alike, "last"] = group[0], group[-1]
+        indices[*alike, "peak"] = max(group, key=lambda i: plan.live[i])
+        for n, i in enumerate(group):
+            if plan.live[i] >= near_peak:
+                indices[*alike, n if n < len(group) / 2 else n - len(group)] = i
     return indices
 
 

@@ -1,5 +1,6 @@
 """Find silent corruption: compare the memory between calls, and each n-th step with a second run of itself."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +37,10 @@ class Rerun:
         every: the calls from one that runs twice to the next.
         swap: the name of an axis of 2 ranks, such as two replicas. On the copies, the ranks along it swap their
             batches, so that each computes the other's gradients. That finds a device that always makes the same
-            mistake. A step that depends on its rank, as `fzero.random.seeded` makes it, cannot swap.
+            mistake. A step that depends on its rank, as `fzero.random.seeded` makes it, cannot swap. With more than
+            two ranks, units must be sharded over the other axes (`over=`), and 0-d results such as the loss are not
+            compared: sums over more than two ranks may have other bits in another order. Simulated ranks swap with
+            `fzero.mesh(..., simulate="lockstep")`.
 
     Raises:
         ValueError: if `every` is below 1.
@@ -49,7 +53,7 @@ class Rerun:
         ...     loss, grads = fzero.value_and_grad(lambda p, x: (p["w"] * x).mean())(params, x)
         ...     updates, opt_state = opt.update(grads, opt_state, params)
         ...     return fzero.optim.apply_updates(params, updates), opt_state, loss
-        >>> mesh = fzero.mesh(dp=2)
+        >>> mesh = fzero.mesh(dp=2, simulate="lockstep")
         >>> step = fzero.shard(train_step, stage=3, mesh=mesh, check=fzero.zero.Rerun(every=100, swap="dp"))
         >>> params, opt_state = step.init({"w": torch.ones(3)}, opt)
         >>> batch = mesh.split(torch.ones(4, 3))
@@ -103,20 +107,43 @@ class CallHistory:
         self.calls += 1
 
 
-def check_rerun(check: Any, mesh: Mesh) -> None:
+def check_rerun(check: Any, mesh: Mesh, axes: Sequence[str], over: Any, stage: int) -> None:
     """Check the argument `check` of a sharded step.
 
+    Args:
+        check: the argument.
+        mesh: the mesh of the step.
+        axes: its data-parallel axes.
+        over: the axes over which its units are sharded, or a rule; None for all.
+        stage: its ZeRO stage.
+
     Raises:
-        ValueError: if it is neither "first", True, False nor a `Rerun`, or the mesh has no axis of 2 ranks that swap.
+        ValueError: if it is neither "first", True, False nor a `Rerun`, or ranks of this step cannot swap their
+            batches without other bits of the gradients.
     """
     if not isinstance(check, Rerun):
         check_choice("check", check, ("first", True, False))
         return
-    sizes = dict(mesh.shape)
-    if check.swap is not None and sizes.get(check.swap) != 2:
+    if check.swap is None:
+        return
+    given, sizes = f"check=Rerun(swap={check.swap!r})", dict(mesh.shape)
+    if sizes.get(check.swap) != 2:
         raise ValueError(
-            f"check=Rerun(swap={check.swap!r}): expected an axis of 2 ranks, and the mesh has {sizes}: sums over two "
-            "ranks have the same bits in either order; make two replicas, fzero.mesh(replica=2, shard=-1)"
+            f"{given}: expected an axis of 2 ranks, and the mesh has {sizes}: sums over two ranks have the same bits "
+            "in either order; make two replicas, fzero.mesh(replica=2, shard=-1)"
+        )
+    if mesh.simulated and mesh.simulation == "vmap":
+        # A product over the rows of all ranks may sum those of another rank in another order.
+        raise ValueError(
+            f"{given}: the mesh simulates its ranks as a batch, in which a rank's place may change its bits; simulate "
+            'them one after the other, fzero.mesh(..., simulate="lockstep")'
+        )
+    ranks = math.prod(sizes[axis] for axis in axes)
+    is_apart = stage > 0 and over is not None and (callable(over) or check.swap not in mesh.names(over))
+    if check.swap in axes and ranks > 2 and not is_apart:
+        raise ValueError(
+            f"{given}: gradients of {ranks} ranks are summed at once, and another order may give other bits; "
+            "keep the replicas apart, fzero.shard(..., stage=1, axis=('replica', 'shard'), over='shard')"
         )
 
 
@@ -155,7 +182,7 @@ def run_and_compare(
         copies = _swap_batches(copies, mesh, rerun.swap)
         second_result = _swap_batches(run(*copies[0], **copies[1]), mesh, rerun.swap)
         del copies
-        sums = [checksum(x) for x in tree.tensors(second_result)]
+        sums = [checksum(x) for x in _stable_results(second_result, mesh, rerun).values()]
         del second_result
     out = run(*args, **kwargs)
     if is_due:
@@ -195,15 +222,16 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
     Raises:
         CorruptionError: on all ranks, if they differ on one. The message names the leaf and the ranks.
     """
-    paths, leaves, _ = tree.flatten_with_paths(out)
-    paths = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)]
-    differs_here = _stack_checksums([checksum(x) for x in tree.tensors(out)]) != _stack_checksums(sums)
+    results = _stable_results(out, mesh, rerun)
+    if not results:
+        return
+    differs_here = _stack_checksums([checksum(x) for x in results.values()]) != _stack_checksums(sums)
     flags_here = differs_here.long()
     differ = all_gather_numbers(flags_here, mesh) if mesh.distributed else [flags_here.tolist()]
     ranks = [rank for rank, flags in enumerate(differ) if any(flags)]
     if not ranks:
         return
-    first = next(path for i, path in enumerate(paths) if any(flags[i] for flags in differ))
+    first = next(path for i, path in enumerate(results) if any(flags[i] for flags in differ))
     where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if mesh.distributed else ""
     swap = f", in which ranks swapped their batches along {rerun.swap!r}" * (rerun.swap is not None)
     other = "depends on its rank, or " if rerun.swap is not None else ""
@@ -212,6 +240,18 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
         f"memory or a link has failed, unless the step {other}is not deterministic; go on from a checkpoint"
         f"{trouble_link('silent-corruption')}"
     )
+
+
+def _stable_results(out: Any, mesh: Mesh, rerun: Rerun) -> dict[str, torch.Tensor]:
+    """Return the results, by path, that have the same bits in a second run; all of them unless ranks swap batches.
+
+    A 0-d result may be a mean over all ranks, as the loss is: over more than two, its order changes with the swap.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(out)
+    results = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)}
+    if rerun.swap is None or mesh.size == 2:
+        return results
+    return {path: x for path, x in results.items() if x.ndim > 0 or not x.is_floating_point()}
 
 
 def _stack_checksums(sums: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -97,15 +97,16 @@ def shard(
             )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4)")
-    check_rerun(check, mesh)
     names = mesh.names(axis)
     argnums = (param_argnums,) if isinstance(param_argnums, int | str) else tuple(param_argnums)
     are_indices = all(is_int(i) and i >= 0 for i in argnums)
     if not are_indices or not argnums or len(set(argnums)) < len(argnums):
         raise ValueError(f"param_argnums={param_argnums!r}: expected distinct positions of arguments, counted from 0")
+    stage_number = check_stage(stage)
+    check_rerun(check, mesh, names, over, stage_number)
     return ShardedStep(
         train_step=train_step,
-        stage=check_stage(stage),
+        stage=stage_number,
         mesh=mesh,
         axis=names,
         param_argnums=argnums,

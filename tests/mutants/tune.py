@@ -104,7 +104,7 @@ MUTANTS = [
         Fault(
             "an operation off its line is left out although it may be the peak",
             "extrapolate_line",
-            never("any(A > peak for B in off)"),
+            never("any(A > peak for B in certain)"),
         ),
         Fault(
             "a line is proved whatever the time of the third model",

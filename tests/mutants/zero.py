@@ -38,7 +38,9 @@ MUTANTS = [
             "run_and_compare",
             becomes("_swap_batches(run(*A, **B), C, D)", "run(*A, **B)"),
         ),
-        Fault("ranks swap along an axis of any size", "check_rerun", never("A and sizes.get(check.swap) != 2")),
+        Fault("ranks swap along an axis of any size", "check_rerun", never("sizes.get(check.swap) != 2")),
+        Fault("ranks swap whose gradients are summed at once", "check_rerun", never("A and ranks > 2 and B")),
+        Fault("losses of more than two ranks are compared", "_stable_results", always("A or mesh.size == 2")),
         Fault(
             "the error comes on the rank alone whose bits differ",
             "_check_same",

@@ -83,7 +83,8 @@ def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSu
     """Extrapolate the first and the last of three summaries, with the middle one as a check.
 
     An operation that lies off its line is left out if it cannot be the peak: its bytes would have to grow faster with
-    each block than they ever did.
+    each block than they ever did. One that is known only by its number is left out in any case. In models of other
+    depth it may be another one, and the fullest of those alike is compared, too.
 
     Args:
         summaries: the summaries of three models in one schedule, by their number of blocks.
@@ -104,8 +105,10 @@ def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSu
     result = extrapolate((few, low), (more, high), depth)
     device_bytes = {key: result.device_bytes[key] for key in keys - off}
     peak = max([_total_bytes(by_kind) for by_kind in device_bytes.values()], default=0.0)
+    certain = {key for key in off if not isinstance(key[-1], int)}
     if any(
-        _largest_at({n: _total_bytes(x.device_bytes[key]) for n, x in summaries.items()}, depth) > peak for key in off
+        _largest_at({n: _total_bytes(x.device_bytes[key]) for n, x in summaries.items()}, depth) > peak
+        for key in certain
     ):
         return None
     return replace(result, device_bytes=device_bytes)

@@ -1,6 +1,7 @@
 """Models of few blocks say what many take, or that they do not know."""
 
 import operator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.tuning import H100, Configuration, TableRow
-from fzero.tuning._row import PlanSummary, ScheduleCost
+from fzero.tuning._row import OperationKey, PlanSummary, ScheduleCost
 from fzero.tuning.models import ModelShape, ModelStep
 from fzero.tuning.search._configuration_planner import ConfigurationPlanner
 from fzero.tuning.search._extrapolation import extrapolate_line
@@ -66,6 +67,22 @@ def test_a_small_operation_off_its_line_is_left_out():
     models = {n: summary({"loss": 1000.0 + 10 * n, "bucket": 10.0 + 5 * (n == 5)}, n) for n in (4, 5, 6)}
     row = extrapolate_line(models, 80)
     assert row is not None and [*row.device_bytes] == [("loss",)]
+
+
+def test_an_operation_known_by_its_number_counts_only_on_a_line():
+    def models(bytes_of_number: Callable[[int], float]) -> dict[int, PlanSummary]:
+        return {
+            n: replace(summary({"loss": 1000.0 + 10 * n}, n), device_bytes=bytes_of(n, bytes_of_number(n)))
+            for n in (4, 5, 6)
+        }
+
+    def bytes_of(n: int, numbered: float) -> dict[OperationKey, dict[str, float]]:
+        return {("loss", "peak"): {"activations": 1000.0 + 10 * n}, ("loss", -2): {"activations": numbered}}
+
+    steep = extrapolate_line(models(lambda n: 900.0 + 20 * n), 80)
+    assert steep is not None and sum(steep.at_peak.values()) == 900.0 + 20 * 80
+    uneven = extrapolate_line(models(lambda n: 900.0 + 50 * (n == 5)), 80)
+    assert uneven is not None and sum(uneven.at_peak.values()) == 1000.0 + 10 * 80
 
 
 @pytest.mark.parametrize("what", ["seconds", "flops"])
