@@ -215,7 +215,7 @@ def world_sizes(maximum: int = 8) -> st.SearchStrategy[int]:
     return st.integers(1, maximum)
 
 
-def _shapes() -> st.SearchStrategy[tuple[int, ...]]:
+def _awkward_shapes() -> st.SearchStrategy[tuple[int, ...]]:
     """Draw an awkward shape: 0-d, empty, or with sizes that the number of ranks does not divide."""
     return st.one_of(
         st.just(()),
@@ -241,7 +241,7 @@ def trees(dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 8)
             return torch.randn(shape, generator=g, dtype=torch.float64, device="cpu").to(dtype)
         return torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=g, device="cpu").to(dtype)
 
-    leaves = st.builds(leaf, _shapes(), st.sampled_from(list(dtypes)), st.integers(0, 2**31))
+    leaves = st.builds(leaf, _awkward_shapes(), st.sampled_from(list(dtypes)), st.integers(0, 2**31))
     nested = st.recursive(
         leaves | st.none(),
         lambda children: st.one_of(

@@ -175,7 +175,7 @@ class _Heartbeat:
         self.ends, self.asked = LinkEnds(config.limit), list[Link]()
         if config.rank == 0:
             self.socket.bind(("", 0))
-            _tell(port=self.socket.getsockname()[1])
+            _send_to_rank(port=self.socket.getsockname()[1])
 
     def run(self) -> None:
         """Beat until the rank has ended."""
@@ -202,9 +202,11 @@ class _Heartbeat:
             if not known and (self.member.echoed is not None or now > self.config.limit):
                 known = True
                 if self.member.echoed is not None:
-                    _tell(known=True)
+                    _send_to_rank(known=True)
                 else:
-                    _tell(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
+                    _send_to_rank(
+                        notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}"
+                    )
             if self.process.end:
                 ended_at = now if ended_at is None else ended_at
                 self.over = last_beats > _LINGER_BEATS or self.is_known(ended_at)
@@ -243,7 +245,7 @@ class _Heartbeat:
             self.places = show_activities(others)  # once a beat: it grows with the number of ranks
             paces = {r: Pace(p.step, p.work) for r, p in self.hub.activities.items()}
             if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.activities.items()}):
-                _tell(stragglers=self.stragglers.slow_ranks)
+                _send_to_rank(stragglers=self.stragglers.slow_ranks)
             for rank in self.addresses if self.process.end else ():
                 self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
         else:
@@ -318,7 +320,7 @@ class _Heartbeat:
         verdict = hub.detect(now) if self.config.rank == 0 else member.detect(now, self.process.broken, self.activity)
         if verdict is not None and self.verdict is None:
             self.verdict, self.verdict_at = verdict, now
-            _tell(verdict=verdict)
+            _send_to_rank(verdict=verdict)
             for rank in self.addresses if self.config.rank == 0 else ():
                 self.reply(rank, 0.0, now)
 
@@ -336,7 +338,7 @@ class _Heartbeat:
                 os.kill(self.process.pid, signal.SIGKILL)
 
 
-def _tell(**message: Any) -> None:
+def _send_to_rank(**message: Any) -> None:
     """Write a line to the rank."""
     with contextlib.suppress(OSError):
         os.write(1, (json.dumps(message) + "\n").encode())

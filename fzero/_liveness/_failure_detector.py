@@ -169,21 +169,21 @@ class FailureDetector:
     def detect(self, now: float) -> LostRank | None:
         """Return the verdict, if there is one by now."""
         if self.verdict is None:
-            for rank, reason in self._lost(now):
+            for rank, reason in self._find_lost(now):
                 activity = self.activities.get(rank, _UNKNOWN)
-                others = {r: self._shown(r, p, now) for r, p in self.activities.items() if r != rank}
+                others = {r: self._mark_silent(r, p, now) for r, p in self.activities.items() if r != rank}
                 self.verdict = LostRank(
                     rank=rank, host=activity.host, reason=reason, seen=str(activity), places=show_activities(others)
                 )
                 break
         return self.verdict
 
-    def _shown(self, rank: int, activity: Activity, now: float) -> Activity:
+    def _mark_silent(self, rank: int, activity: Activity, now: float) -> Activity:
         silent = now - self.echoed[rank]
         is_silent = activity.process not in GONE and silent > self.limit / (2 * _BROKEN_LIMIT_DIVISOR)
         return activity._replace(process="silent", seconds=activity.seconds + silent) if is_silent else activity
 
-    def _lost(self, now: float) -> Iterator[tuple[int, str]]:
+    def _find_lost(self, now: float) -> Iterator[tuple[int, str]]:
         """Yield lost ranks, and why, the surest first."""
         alive = {r: p for r, p in self.activities.items() if p.process not in GONE}
         broken = next((p.broken for p in self.activities.values() if p.broken), "")
@@ -204,11 +204,11 @@ class FailureDetector:
         if self._broken_at is not None and now - self._broken_at > self.limit:
             rank = next(r for r, p in self.activities.items() if p.broken)
             yield rank, f"a connection of it broke, though every rank answers ({broken})"
-        yield from self._cut(alive)
+        yield from self._find_cut(alive)
         if any(p.waiting for p in alive.values()) and all(p.process != "stopped" for p in alive.values()):
-            yield from self._hanging(alive)
+            yield from self._find_hanging(alive)
 
-    def _cut(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
+    def _find_cut(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank at most ends of links that carry nothing, though all ranks answer."""
         cuts = {r: p.cut for r, p in alive.items() if p.cut[1] > self.limit / 2}
         ends = [end for r, cut in cuts.items() for end in (r, cut[0])]
@@ -222,7 +222,7 @@ class FailureDetector:
     def _host(self, rank: int) -> str:
         return self.activities[rank].host if rank in self.activities else "?"
 
-    def _hanging(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
+    def _find_hanging(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank that the others wait for, if none gets on; or that works at one place without end."""
         rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
         others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"

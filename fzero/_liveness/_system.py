@@ -80,24 +80,26 @@ class ProcessMonitor:
         """Look at the processes, at a time in seconds."""
         since, self._looked_at = now - self._looked_at, now
         try:
-            state, _ = _stat(f"/proc/{self._pid}/stat")
+            state, _ = _read_process_state(f"/proc/{self._pid}/stat")
         except (OSError, ValueError, IndexError):
             return _Usage("D", 0.0, False)
         processes, is_whole = _descendants(self._pid)
         states, files = set[str](), set[int]()
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-                self._add_seconds(("processor", pid), _stat(f"/proc/{pid}/stat")[1])
+                self._add_seconds(("processor", pid), _read_process_state(f"/proc/{pid}/stat")[1])
                 self._add_seconds(("disk", pid), _disk_bytes(pid) / _DISK_BYTES_PER_SECOND)
-                states |= {_stat(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")}
-                files |= set(_socket_files(pid))
+                states |= {
+                    _read_process_state(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")
+                }
+                files |= set(_socket_inodes(pid))
         try:
             sockets = {file: tcp for file, tcp in _tcp_sockets().items() if file in files}
         except (OSError, ValueError, struct.error):
             sockets, is_whole = {}, False
         for file, tcp in sockets.items():
             self._add_seconds(("network", file), tcp.size / _NETWORK_BYTES_PER_SECOND)
-        silent = self._silent(sockets, now)
+        silent = self._silent_links(sockets, now)
         if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
         return _Usage(state, self._seconds, is_whole, silent)
@@ -107,13 +109,13 @@ class ProcessMonitor:
         files = set[int]()
         for pid in _descendants(self._pid)[0]:
             with contextlib.suppress(OSError):
-                files |= set(_socket_files(pid))
+                files |= set(_socket_inodes(pid))
         try:
             return {tcp.link for file, tcp in _tcp_sockets().items() if file in files}
         except (OSError, ValueError, struct.error):
             return set()
 
-    def _silent(self, sockets: Mapping[int, _TcpConnection], now: float) -> dict[Link, float]:
+    def _silent_links(self, sockets: Mapping[int, _TcpConnection], now: float) -> dict[Link, float]:
         """Return the connections with data under way, and for how long nobody has acknowledged any of it."""
         before, self._acknowledged = self._acknowledged, {}
         for file, tcp in sockets.items():
@@ -127,7 +129,7 @@ class ProcessMonitor:
         self._counters[name] = value
 
 
-def _stat(path: str) -> tuple[str, float]:
+def _read_process_state(path: str) -> tuple[str, float]:
     """Return the state of a process or thread, and its seconds of a processor."""
     with open(path) as f:
         fields = f.read().rpartition(")")[2].split()
@@ -157,7 +159,7 @@ def _descendants(pid: int) -> tuple[list[int], bool]:
     return pids, is_whole
 
 
-def _socket_files(pid: int) -> Iterator[int]:
+def _socket_inodes(pid: int) -> Iterator[int]:
     """Yield the numbers of a process's sockets."""
     for file in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -178,13 +180,13 @@ def _tcp_sockets() -> dict[int, _TcpConnection]:
         for family in (socket.AF_INET, socket.AF_INET6):
             options = family, socket.IPPROTO_TCP, 1 << (_DIAG_INFO - 1), 0, _CONNECTED_STATES
             s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _NETLINK_DUMP, 1, 0, *options))
-            for message in _messages(s):
+            for message in _netlink_messages(s):
                 file, tcp = _read_connection(message)
                 sockets[file] = tcp
     return sockets
 
 
-def _messages(s: socket.socket) -> Iterator[bytes]:
+def _netlink_messages(s: socket.socket) -> Iterator[bytes]:
     """Yield the parts of the kernel's answer."""
     while True:
         data = s.recv(_REPLY_SIZE)
@@ -208,10 +210,10 @@ def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
             acknowledged, received = struct.unpack_from("=QQ", rest, 4 + 120)
         rest = rest[(max(length, 4) + 3) & ~3 :]
     ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
-    link = Link(_address(message[0], one), ports[0], _address(message[0], other), ports[1])
+    link = Link(_format_address(message[0], one), ports[0], _format_address(message[0], other), ports[1])
     return file, _TcpConnection(unsent > 0 and timer != _PROBE_TIMER, acknowledged + received, acknowledged, link)
 
 
-def _address(family: int, data: bytes) -> str:
+def _format_address(family: int, data: bytes) -> str:
     text = socket.inet_ntop(family, data[:4] if family == socket.AF_INET else data)
     return text.removeprefix("::ffff:")  # the same address, to a socket of either family

@@ -41,7 +41,7 @@ def inductor(
     Returns:
         A function of a list of tensors. It empties the list, so that arguments are freed as they are consumed.
     """
-    mode = _mode()
+    mode = _stand_in_mode()
     args = [stand_ins_like([x], mode=mode)[0] for x in stand_ins]  # one by one: arguments share no buffer
     return _compile(lambda *xs: _with_strides(_Reshaping(gm).run(*xs), results), args, mode)
 
@@ -67,7 +67,7 @@ def inductor_for_lengths(
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-    mode = _mode()
+    mode = _stand_in_mode()
     env: Any = mode.shape_env
     source = ConstantSource("length")
     symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -88,7 +88,7 @@ def inductor_for_lengths(
     return runs, holds
 
 
-def _mode() -> FakeTensorMode:
+def _stand_in_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # without a ShapeEnv nothing is cached

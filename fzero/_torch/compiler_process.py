@@ -44,10 +44,10 @@ def start_cpu_probe() -> threading.Thread:
     That takes seconds, in which Python can do other work, such as tracing. On a processor with AMX there are four
     libraries, each loaded by a new process that imports torch. So code for a GPU does not wait for it.
     """
-    return _start_thread(_prepare)
+    return _start_thread(_probe_cpu)
 
 
-def _prepare() -> None:
+def _probe_cpu() -> None:
     with suppress(Exception):  # Inductor will raise the error itself when it needs the result
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -57,7 +57,7 @@ def _prepare() -> None:
 @functools.cache
 def start_import() -> threading.Thread:
     """Start a thread that imports Inductor and starts its compile processes, which takes 10 s on a busy machine."""
-    return _start_thread(_import)
+    return _start_thread(_import_inductor)
 
 
 def _start_thread(work: Callable[[], None]) -> threading.Thread:
@@ -72,7 +72,7 @@ def _start_thread(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def _import() -> None:
+def _import_inductor() -> None:
     with suppress(Exception):  # the first use of Inductor will raise the error again
         for name in ("compile_fx", "lowering"):
             importlib.import_module(f"torch._inductor.{name}")
@@ -110,7 +110,9 @@ def pickle_graphs(graphs: Sequence[_GraphWithStandIns]) -> bytes:
 
     with _without_warnings_of_settings():
         settings = (config.save_config(), _read_settings())
-    rows = [(_lines(graph), _metadata_of(stand_ins), _metadata_of(results)) for graph, stand_ins, results in graphs]
+    rows = [
+        (_graph_lines(graph), _metadata_of(stand_ins), _metadata_of(results)) for graph, stand_ins, results in graphs
+    ]
     return pickle.dumps((settings, rows))
 
 
@@ -195,7 +197,7 @@ class _NodeIndex(NamedTuple):
     index: int
 
 
-def _lines(graph: Graph) -> list[_Line]:
+def _graph_lines(graph: Graph) -> list[_Line]:
     indices = {n: _NodeIndex(i) for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> _Line:

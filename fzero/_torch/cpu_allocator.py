@@ -41,10 +41,10 @@ def allocations() -> Iterator[Allocations]:
         yield record
     finally:
         threads = autograd._disable_profiler_legacy()
-    record.peak = _peak(threads)
+    record.peak = _peak_bytes(threads)
 
 
-def _peak(threads: list[list[Any]]) -> int:
+def _peak_bytes(threads: list[list[Any]]) -> int:
     """Return the peak of the allocated bytes, from the events of all threads in the order of their times."""
     events = [e for thread in threads for e in thread]
     start = next(e for e in events if e.name() == "__start_profile")

@@ -57,7 +57,7 @@ def decisions(
     """
     import sympy
 
-    env = _environment()
+    env = _make_environment()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     stand_ins = [_stand_in(x, mode, {d for j, d in size_dims if j == i}, device) for i, x in enumerate(tensors)]
     symbol = _symbol_of(stand_ins, size_dims)
@@ -78,7 +78,7 @@ def decisions(
     return holds
 
 
-def _environment() -> "ShapeEnv":
+def _make_environment() -> "ShapeEnv":
     """Return an environment that records comparisons up to a limit: `size in range(10_000)` compares 10_000 times."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -27,16 +27,16 @@ class _TensorList:
         self.dtype = tensors[0].dtype
 
     def __mul__(self, other: Any) -> "_TensorList":
-        return _TensorList(_c._foreach_mul(self.tensors, _operand(other)))
+        return _TensorList(_c._foreach_mul(self.tensors, _unwrap_list(other)))
 
     def __add__(self, other: Any) -> "_TensorList":
-        return _TensorList(_c._foreach_add(self.tensors, _operand(other)))
+        return _TensorList(_c._foreach_add(self.tensors, _unwrap_list(other)))
 
     def __sub__(self, other: "_TensorList") -> "_TensorList":
         return _TensorList(_c._foreach_sub(self.tensors, other.tensors))
 
     def __truediv__(self, other: Any) -> "_TensorList":
-        return _TensorList(_c._foreach_div(self.tensors, _operand(other)))
+        return _TensorList(_c._foreach_div(self.tensors, _unwrap_list(other)))
 
     __rmul__, __radd__ = __mul__, __add__
 
@@ -47,7 +47,7 @@ class _TensorList:
         return self if dtype == self.dtype else _TensorList([x.to(dtype) for x in self.tensors])
 
 
-def _operand(x: Any) -> Any:
+def _unwrap_list(x: Any) -> Any:
     return x.tensors if isinstance(x, _TensorList) else x
 
 
@@ -69,14 +69,14 @@ def apply_to_groups(f: Callable[..., Any], rows: Mapping[Any, Sequence[Any]]) ->
         The results of the rows in groups, by their keys.
     """
     results: dict[Any, torch.Tensor] = {}
-    for keys in _groups(rows):
+    for keys in _group_rows(rows):
         columns = zip(*[rows[key] for key in keys], strict=True)
         out = f(*[_TensorList(xs) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns])
         results.update(zip(keys, out.tensors, strict=True))
     return results
 
 
-def _groups(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
+def _group_rows(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
     """Yield the keys of rows that can be computed together, at least two."""
     kinds: dict[Any, list[list[Any]]] = {}
     room: dict[Any, int] = {}

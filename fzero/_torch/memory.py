@@ -52,11 +52,11 @@ def buffers_of(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
         by_storage.setdefault(storage_id(x), []).append(i)
     if len(by_storage) == len(tensors):
         return ()
-    buffers = [_buffer(tensors, members) for members in by_storage.values() if len(members) > 1]
+    buffers = [_buffer_of(tensors, members) for members in by_storage.values() if len(members) > 1]
     return tuple([buffer for buffer in buffers if buffer is not None])
 
 
-def _buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
+def _buffer_of(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
     """Return the order of the members if they fill one memory without gaps, so that one tensor can stand for all."""
     first = tensors[members[0]]
     is_plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first.dtype for i in members)
@@ -142,10 +142,10 @@ def count_holders(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     The base of a view does not count if only the view keeps it alive.
     """
-    return [_holders(x) for x in tensors]
+    return [_count_references(x) for x in tensors]
 
 
-def _holders(x: torch.Tensor) -> int:
+def _count_references(x: torch.Tensor) -> int:
     users = torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1  # without the storage object of this call
     count = users + x._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]  # without the tensor's object
     return count - 1 if count > 1 and _keeps_base(x, users) else count

@@ -25,7 +25,7 @@ def _anomaly_mode() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
-def _deterministic() -> tuple[bool, bool]:
+def _deterministic_settings() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -54,7 +54,7 @@ def _write_default_device(device: torch.device | None) -> None:
 _SETTINGS = {
     "anomaly mode": _Setting(_anomaly_mode, lambda x: torch.set_anomaly_enabled(*x)),
     "deterministic algorithms": _Setting(
-        _deterministic, lambda x: torch.use_deterministic_algorithms(x[0], warn_only=x[1])
+        _deterministic_settings, lambda x: torch.use_deterministic_algorithms(x[0], warn_only=x[1])
     ),
     "deterministic filling of empty tensors": _Setting(
         torch_c._get_deterministic_fill_uninitialized_memory, torch_c._set_deterministic_fill_uninitialized_memory

@@ -120,7 +120,7 @@ def _module_of(frame: FrameType) -> torch.nn.Module | None:
     return first if isinstance(first, torch.nn.Module) else None
 
 
-def _source(sources: dict[int, tuple[str, tuple[str, ...]]], stacks: Stacks) -> dict[str, Any]:
+def _source_of_call(sources: dict[int, tuple[str, tuple[str, ...]]], stacks: Stacks) -> dict[str, Any]:
     """Return the source line and the stack of the running operation, and whether autograd's engine runs it.
 
     An operation of the backward pass has the line and the stack of its forward operation.
@@ -163,14 +163,14 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if _is_plain(func):
             try:
-                nodes = _nodes(mode.tracer, args), {name: _nodes(mode.tracer, x) for name, x in kwargs.items()}
+                nodes = _as_nodes(mode.tracer, args), {name: _as_nodes(mode.tracer, x) for name, x in kwargs.items()}
             except _NotPlainError:
                 pass
             else:
                 return _record(mode.tracer, func, args, kwargs, nodes, recorder=self)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
-        with annotate(_source(self.sources, self.stacks)):
+        with annotate(_source_of_call(self.sources, self.stacks)):
             return func(*args, **kwargs)
 
 
@@ -196,7 +196,7 @@ class OneNode:
         recorder = next((m for m in _get_current_dispatch_mode_stack() if isinstance(m, Recorder)), None)
         if mode is not None and recorder is not None:
             try:
-                nodes = _nodes(mode.tracer, args)
+                nodes = _as_nodes(mode.tracer, args)
             except _NotPlainError:
                 return self.f(*args)
             return _record(mode.tracer, func=self, args=args, kwargs={}, nodes=(nodes, {}), recorder=recorder)
@@ -228,7 +228,7 @@ def _is_plain(func: Any) -> bool:
     return "lift" not in func._schema.name and bool(types) and types <= {"Tensor", "List[Tensor]"}
 
 
-def _nodes(tracer: Any, x: Any) -> Any:
+def _as_nodes(tracer: Any, x: Any) -> Any:
     """Return arguments of an operation as arguments of its node: the nodes of tensors, and other values unchanged.
 
     Raises:
@@ -240,7 +240,7 @@ def _nodes(tracer: Any, x: Any) -> Any:
             raise _NotPlainError
         return tracked.proxy.node
     if type(x) in (tuple, list):
-        return type(x)([_nodes(tracer, y) for y in x])
+        return type(x)([_as_nodes(tracer, y) for y in x])
     if isinstance(x, torch.Generator):  # make_fx accepts generators since torch 2.13
         name = tracer.get_fresh_qualname("_generator")
         setattr(tracer.root, name, x)
@@ -270,7 +270,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
     with disable_proxy_modes_tracing():
         run = func.on_stand_ins if isinstance(func, OneNode) else func
         out = recorder.stand_ins.call(run, args, kwargs)
-    meta = {**get_current_meta().get("custom", {}), **_source(recorder.sources, recorder.stacks)}
+    meta = {**get_current_meta().get("custom", {}), **_source_of_call(recorder.sources, recorder.stacks)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_node_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):

@@ -96,7 +96,7 @@ class StandInCache:
                 func,
                 _argument_key(args, operands),
                 _argument_key(tuple(kwargs.items()), operands),
-                _sharing(operands),
+                _first_in_memory(operands),
             )
         except _UnknownError:
             return func(*args, **kwargs)
@@ -113,7 +113,7 @@ class StandInCache:
         if entry is None:
             return func(*args, **kwargs)
         kind, metadata = entry
-        results = [None if x is None else _make(x, operands) for x in metadata]
+        results = [None if x is None else _make_stand_in(x, operands) for x in metadata]
         return results[0] if kind is FakeTensor else kind(results)
 
 
@@ -136,7 +136,7 @@ def _argument_key(x: Any, operands: list[FakeTensor]) -> Any:
     return kind, x  # the numbers 1, 1.0 and True are equal
 
 
-def _sharing(operands: list[FakeTensor]) -> tuple[int, ...]:
+def _first_in_memory(operands: list[FakeTensor]) -> tuple[int, ...]:
     """Return for each operand the first operand in the same memory: a view of one is then a view of the other."""
     ids = [storage_id(x) for x in operands] if len(operands) > 1 else []
     return tuple([ids.index(i) for i in ids])
@@ -149,7 +149,7 @@ def _metadata_of_results(out: Any, operands: list[FakeTensor]) -> tuple[type, li
         return None
     bases = {storage_id(x): i for i, x in reversed([*enumerate(operands)])}
     metadata = [None if x is None else _metadata_of(x, bases) for x in results]
-    made = [None if x is None else _make(x, operands) for x in metadata]
+    made = [None if x is None else _make_stand_in(x, operands) for x in metadata]
     is_known = all(x is None or _is_equal(x, y, bases) for x, y in zip(results, made, strict=True))
     ids = [storage_id(x) for x in results if x is not None and storage_id(x) not in bases]
     is_known = is_known and len(set(ids)) == len(ids) and not any(x is y for x in results for y in operands)
@@ -175,7 +175,7 @@ def _is_equal(x: FakeTensor, made: Any, bases: dict[int, int]) -> bool:
     return plain and has_bytes and x.constant is None and _metadata_of(x, bases) == _metadata_of(made, bases)
 
 
-def _make(metadata: _Metadata, operands: list[FakeTensor]) -> FakeTensor:
+def _make_stand_in(metadata: _Metadata, operands: list[FakeTensor]) -> FakeTensor:
     """Make a stand-in of some metadata: in new memory, or in that of an operand."""
     mode: FakeTensorMode = operands[0].fake_mode
     if metadata.base is None:

@@ -49,12 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         return subparser
 
-    ls = command("ls", _ls, "List the checkpoints of a run's folder, or the leaves of one checkpoint.", "path")
+    ls = command("ls", _run_ls, "List the checkpoints of a run's folder, or the leaves of one checkpoint.", "path")
     ls.add_argument("--limit", type=_parse_count, metavar="N", help="list the first N leaves")
-    command("verify", _verify, "Read a checkpoint, or all checkpoints of a run, and compare each checksum.", "path")
-    command("diff", _diff, "List the leaves and values that differ between two checkpoints.", "a", "b")
+    command("verify", _run_verify, "Read a checkpoint, or all checkpoints of a run, and compare each checksum.", "path")
+    command("diff", _run_diff, "List the leaves and values that differ between two checkpoints.", "a", "b")
     text = "Write the full leaves to a safetensors file, to model.safetensors in a folder, or as torch.save does."
-    out = command("export", _export, text, "path", "out")
+    out = command("export", _run_export, text, "path", "out")
     out.add_argument("--prefix", default="", help="write the leaves below this path, such as params, without the path")
     out.add_argument("--dtype", choices=_DTYPES, help="cast floating point leaves")
     out.add_argument("--torch", action="store_true", help="write a file for torch.load; needs memory for all leaves")
@@ -67,7 +67,7 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
-def _print(table: Table) -> None:
+def _print_table(table: Table) -> None:
     """Print a table as wide as the terminal, or in its full width to a file."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -75,7 +75,7 @@ def _print(table: Table) -> None:
     console.print(table)
 
 
-def _table(*columns: str) -> Table:
+def _new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(name, justify="right" if name in ("step", "size", "ranks", "leaves", "bytes") else "left")
@@ -94,11 +94,11 @@ def _progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda nbytes, total: bar.update(task, completed=nbytes, total=total)
 
 
-def _mesh(manifest: Manifest) -> str:
+def _format_mesh(manifest: Manifest) -> str:
     return ", ".join([f"{name}={size}" for name, size in manifest.layout.mesh])
 
 
-def _date(manifest: Manifest) -> str:
+def _format_date(manifest: Manifest) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.timestamp))
 
 
@@ -117,7 +117,7 @@ def _steps(path: str) -> list[int]:
     return steps
 
 
-def _one(path: str) -> str:
+def _check_one_checkpoint(path: str) -> str:
     """Return the path if it is one checkpoint.
 
     Raises:
@@ -129,13 +129,13 @@ def _one(path: str) -> str:
     return path
 
 
-def _ls(args: Any) -> int:
+def _run_ls(args: Any) -> int:
     """Print the checkpoints of a folder, one a row, or the leaves of one checkpoint."""
     files, steps = files_at(args.path), _steps(args.path)
     if not steps:
         _ls_one(files, args.limit)
         return 0
-    table = _table("step", "date", "size", "ranks", "mesh", "leaves", "state")
+    table = _new_table("step", "date", "size", "ranks", "mesh", "leaves", "state")
     for step in steps:
         try:
             manifest = read_complete(files.subfolder(step_name(step)))
@@ -143,9 +143,9 @@ def _ls(args: Any) -> int:
             table.add_row(str(step), "", "", "", "", "", Text(str(error)))
             continue
         layout = manifest.layout
-        row = decimal(manifest.nbytes), str(layout.ranks), _mesh(manifest), str(len(layout.leaf_index)), "whole"
-        table.add_row(str(step), _date(manifest), *row)
-    _print(table)
+        row = decimal(manifest.nbytes), str(layout.ranks), _format_mesh(manifest), str(len(layout.leaf_index)), "whole"
+        table.add_row(str(step), _format_date(manifest), *row)
+    _print_table(table)
     return 0
 
 
@@ -153,7 +153,7 @@ def _ls_one(files: Files, limit: int | None) -> None:
     """Print the leaves and values of a checkpoint, at most `limit` of them, and its size, date and mesh."""
     manifest = read_complete(files)
     layout = manifest.layout
-    table = _table("path", "dtype", "shape", "bytes", "")
+    table = _new_table("path", "dtype", "shape", "bytes", "")
     rows = []
     for path, i in layout.leaf_index.items():
         leaf = layout.leaves[i]
@@ -165,15 +165,15 @@ def _ls_one(files: Files, limit: int | None) -> None:
     rows.sort()
     for row in rows[:limit]:
         table.add_row(*[Text(x) for x in row])
-    ranks = f"{layout.ranks} ranks ({_mesh(manifest)})" if layout.mesh else "1 process"
+    ranks = f"{layout.ranks} ranks ({_format_mesh(manifest)})" if layout.mesh else "1 process"
     counts = f"{len(layout.leaf_index)} leaves and {len(layout.values)} values"
-    print(f"{_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {counts}, whole")
-    _print(table)
+    print(f"{_format_date(manifest)}, {decimal(manifest.nbytes)} of {ranks}, {counts}, whole")
+    _print_table(table)
     if limit is not None and limit < len(rows):
         print(f"and {len(rows) - limit} more")
 
 
-def _verify(args: Any) -> int:
+def _run_verify(args: Any) -> int:
     """Read each checkpoint at a path, print whether it is whole, and return 1 if one is not."""
     files, steps = files_at(args.path), _steps(args.path)
     failures = 0
@@ -192,10 +192,10 @@ def _verify(args: Any) -> int:
     return 1 if failures else 0
 
 
-def _diff(args: Any) -> int:
+def _run_diff(args: Any) -> int:
     """Print the leaves that differ between two checkpoints, and return 1 if there are any."""
-    one, other = _one(args.a), _one(args.b)
-    table = _table("path", "a", "b", "elements that differ", "largest difference")
+    one, other = _check_one_checkpoint(args.a), _check_one_checkpoint(args.b)
+    table = _new_table("path", "a", "b", "elements that differ", "largest difference")
     with _progress_bar("diff") as progress:
         for d in differences(one, other, progress):
             count = "" if d.count is None else f"{d.count:,}"
@@ -204,16 +204,14 @@ def _diff(args: Any) -> int:
     if not table.row_count:
         print("the same leaves and values, bit for bit")
         return 0
-    _print(table)
+    _print_table(table)
     return 1
 
 
-def _export(args: Any) -> int:
-    dtype = _DTYPES[args.dtype] if args.dtype else None
+def _run_export(args: Any) -> int:
+    dtype, path = _DTYPES[args.dtype] if args.dtype else None, _check_one_checkpoint(args.path)
     with _progress_bar("export") as progress:
-        file, names = export(
-            _one(args.path), args.out, prefix=args.prefix, dtype=dtype, as_torch=args.torch, progress=progress
-        )
+        file, names = export(path, args.out, prefix=args.prefix, dtype=dtype, as_torch=args.torch, progress=progress)
     print(f"{file}: {len(names)} leaves")
     return 0
 

@@ -39,7 +39,7 @@ def all_or_none(task: str, run: Callable[[], _T], mesh: Mesh | None) -> _T:
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: expected a mesh, such as fzero.mesh(dp=4), or None")
-    result, error = _try(run)
+    result, error = _result_or_error(run)
     if mesh is not None and mesh.distributed:
         kind = 0
         if error is not None:
@@ -75,7 +75,7 @@ def check_same_on_ranks(task: str, text: bytes, mesh: Mesh | None) -> None:
         raise CheckpointError(f"{task}: rank {outliers[0]} has another tree, or other names, than rank 0")
 
 
-def _try(run: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
+def _result_or_error(run: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
     try:
         return run(), None
     except Exception as error:
@@ -194,17 +194,17 @@ class StoreChannel:
 
     def save_as_leader(self, work: Callable[[], dict[int, File]], commit: Callable[[dict[int, File]], None]) -> str:
         """Do rank 0's work, wait for the others, commit if no rank failed, and publish and return the errors."""
-        files, error = _try(work)
+        files, error = _result_or_error(work)
         errors = [] if error is None else [f"rank 0: {_error_line(error)}"]
         end = time.monotonic() + self._timeout
         for r in range(1, self._ranks):
-            report, failure = _try(lambda r=r: json.loads(self.wait_for("done", r, end)))
+            report, failure = _result_or_error(lambda r=r: json.loads(self.wait_for("done", r, end)))
             errors += [_error_line(failure)] if failure is not None else []
             errors += [f"rank {r}: {report['error']}"] if report and report["error"] else []
             if report and files is not None:
                 files.update({int(k): File(*v) for k, v in report["files"].items()})
         if files is not None and not errors:
-            _, error = _try(lambda: commit(files))
+            _, error = _result_or_error(lambda: commit(files))
             errors = [] if error is None else [f"rank 0: {_error_line(error)}"]
         self.publish("committed", "; ".join(errors))
         self._wait_for_readers()
@@ -223,7 +223,7 @@ class StoreChannel:
         Raises:
             CheckpointError: if rank 0 does not publish the errors in time.
         """
-        files, error = _try(work)
+        files, error = _result_or_error(work)
         report = {
             "error": "" if error is None else _error_line(error),
             "files": {k: list(v) for k, v in (files or {}).items()},

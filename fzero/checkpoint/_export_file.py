@@ -69,10 +69,12 @@ def export(
         return target, sorted([*names, *values])
     if not target.endswith(".safetensors"):
         target = os.path.join(target, "model.safetensors")
-    head = _header(files, manifest.layout, names, dtype)
+    head = _header_bytes(files, manifest.layout, names, dtype)
     with _atomic_file(target) as f:
         f.write(head)
-        _write_leaves(f, files, manifest, names=_order(manifest.layout, names, dtype), dtype=dtype, progress=progress)
+        _write_leaves(
+            f, files, manifest, names=_file_order(manifest.layout, names, dtype), dtype=dtype, progress=progress
+        )
     return target, sorted(names)
 
 
@@ -124,16 +126,16 @@ def _atomic_file(target: str) -> Iterator[IO[bytes]]:
             os.unlink(part)
 
 
-def _dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
+def _stored_dtype(leaf: Leaf, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
 
 
-def _order(layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
+def _file_order(layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> list[tuple[str, int]]:
     """List names and leaf indices in file order: larger elements first, so that all are aligned."""
-    return sorted(names.items(), key=lambda item: (-_dtype(layout.leaves[item[1]], dtype).itemsize, item[0]))
+    return sorted(names.items(), key=lambda item: (-_stored_dtype(layout.leaves[item[1]], dtype).itemsize, item[0]))
 
 
-def _header(files: Files, layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
+def _header_bytes(files: Files, layout: TreeLayout, names: dict[str, int], dtype: torch.dtype | None) -> bytes:
     """Return the header of a safetensors file, with the metadata that `from_pretrained` requires.
 
     Raises:
@@ -141,8 +143,8 @@ def _header(files: Files, layout: TreeLayout, names: dict[str, int], dtype: torc
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, i in _order(layout, names, dtype):
-        leaf, kind = layout.leaves[i], _dtype(layout.leaves[i], dtype)
+    for name, i in _file_order(layout, names, dtype):
+        leaf, kind = layout.leaves[i], _stored_dtype(layout.leaves[i], dtype)
         if kind == torch.complex128:
             raise CheckpointError(
                 f"{files.path!r}: leaf {leaf.path!r} is {leaf}, a dtype that safetensors does not have: use --torch"
@@ -163,7 +165,7 @@ def _read_leaves(
     nbytes, total = 0, sum(x.nbytes for x in leaves)
     for (name, i), leaf in zip(names, leaves, strict=True):
         x = fill_leaf(files, manifest, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
-        yield name, x.to(_dtype(leaf, dtype))
+        yield name, x.to(_stored_dtype(leaf, dtype))
         nbytes += leaf.nbytes
         progress(nbytes, total)
 

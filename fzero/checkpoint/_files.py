@@ -117,12 +117,12 @@ class LocalFolder:
     def __init__(self, path: str) -> None:
         self.path = self.common_name = os.path.abspath(os.path.expanduser(path))
 
-    def _at(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
 
     def subfolder(self, name: str) -> "LocalFolder":
         """Return the files of a subfolder."""
-        return LocalFolder(self._at(name))
+        return LocalFolder(self._path_of(name))
 
     def names(self) -> list[str]:
         """List the files in the folder; none if there is no folder."""
@@ -144,7 +144,7 @@ class LocalFolder:
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if there is no such file."""
         try:
-            status = os.stat(self._at(name))
+            status = os.stat(self._path_of(name))
         except UnicodeEncodeError:
             return None
         except OSError as error:
@@ -172,7 +172,7 @@ class LocalFolder:
             FileNotFoundError: if there is no such file, or it is not a plain one.
         """
         try:
-            fd = os.open(self._at(name), os.O_RDONLY | os.O_NONBLOCK)
+            fd = os.open(self._path_of(name), os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in _MISSING_ERRORS:
                 raise FileNotFoundError(error.errno, error.strerror, name) from None
@@ -192,17 +192,17 @@ class LocalFolder:
     def put(self, name: str, data: bytes) -> None:
         """Write a small file atomically: write a temporary file, make it durable, and rename it."""
         self.make()
-        with open(self._at(f".{name}.tmp"), "wb") as f:
+        with open(self._path_of(f".{name}.tmp"), "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.rename(self._at(f".{name}.tmp"), self._at(name))
+        os.rename(self._path_of(f".{name}.tmp"), self._path_of(name))
         self.sync()
 
     def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
         """Write a new file part by part, without a copy."""
         self.make()
-        with open(self._at(name), "xb", buffering=0) as f:
+        with open(self._path_of(name), "xb", buffering=0) as f:
             fd, at, flush_start = f.fileno(), 0, 0
             for part in parts:
                 for views in _batches(part):
@@ -240,7 +240,7 @@ class LocalFolder:
         """Remove files, if they exist."""
         for name in names:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._at(name))
+                os.unlink(self._path_of(name))
 
     def remove_all(self, first: str = "") -> None:
         """Remove the folder, the file `first` before all others. If the folder is a link, remove only the link."""
@@ -254,7 +254,7 @@ class LocalFolder:
     def exclusive(self) -> Iterator[None]:
         """Keep other processes from writing into the folder, if the file system has locks."""
         self.make()
-        with open(self._at(".lock"), "wb") as f, hold_lock(f.fileno(), self.path):
+        with open(self._path_of(".lock"), "wb") as f, hold_lock(f.fileno(), self.path):
             yield
 
 

@@ -127,7 +127,7 @@ def _load_files(
     by_file = all_or_none(f"loading {files.path!r}", lambda: _reads_by_file(manifest, local), mesh)
     if isinstance(files, SharedMemory):
         files.fetch(manifest, by_file)
-    all_or_none(f"loading {files.path!r}", lambda: _fill(files, manifest, local, by_file), mesh)
+    all_or_none(f"loading {files.path!r}", lambda: _read_ranges(files, manifest, local, by_file), mesh)
     paths, entries, structure = tree.flatten_with_paths(result, is_entry)
     values = values_like(local.layout.values, manifest.layout.values)
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
@@ -143,7 +143,7 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
     Raises:
         CheckpointError: if the leaves differ. The message names the first three.
     """
-    problems = _problems(saved, local, partial)
+    problems = _list_problems(saved, local, partial)
     if problems:
         more = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
@@ -164,7 +164,7 @@ def _leaf_texts(saved: TreeLayout, local: TreeLayout) -> tuple[dict[str, str], d
     return {p: text for p, text in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}, ours
 
 
-def _problems(saved: TreeLayout, local: TreeLayout, partial: bool) -> list[str]:
+def _list_problems(saved: TreeLayout, local: TreeLayout, partial: bool) -> list[str]:
     """List how the leaves of a tree differ from those of a checkpoint."""
     theirs, ours = _leaf_texts(saved, local)
     problems = []
@@ -172,7 +172,7 @@ def _problems(saved: TreeLayout, local: TreeLayout, partial: bool) -> list[str]:
         if path not in theirs:
             problems.append(f"it has no {_describe_leaf(path)} ({text})")
         elif theirs[path] != text:
-            problems.append(_differs(path, saved, local, theirs[path], text))
+            problems.append(_difference_message(path, saved, local, theirs[path], text))
         elif (there := _rows_of(saved, path)) and (here := _rows_of(local, path)) and there != here:
             problems.append(
                 f"leaf {path!r} is a PerRank value that differs along {there} there, and along {here} here: give "
@@ -200,7 +200,7 @@ def _rows_of(layout: TreeLayout, path: str) -> tuple[str, ...] | None:
     return tuple([axis for axis in axes if layout.size((axis,)) > 1])
 
 
-def _differs(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours: str) -> str:
+def _difference_message(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours: str) -> str:
     one, other = saved.leaf_index.get(path), local.leaf_index.get(path)
     if one is not None and other is not None and saved.leaves[one].per_rank and local.leaves[other].per_rank:
         return (
@@ -234,7 +234,7 @@ def _reads_by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadR
     return requests
 
 
-def _fill(files: Files, manifest: Manifest, local: LocalTree, by_file: dict[int, list[ReadRequest]]) -> None:
+def _read_ranges(files: Files, manifest: Manifest, local: LocalTree, by_file: dict[int, list[ReadRequest]]) -> None:
     """Read all ranges that this process holds, file by file."""
     for writer, requests in sorted(by_file.items()):
         read_pages(files, manifest, writer, requests)
@@ -271,7 +271,7 @@ def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[R
         batch, rest = _split_overlapping(batch)
         for page, parts in _reads_by_page(batch):
             start, stop = page * PAGE_BYTES, min(page * PAGE_BYTES + PAGE_BYTES, file.size)
-            views, finish = _views(parts, start, stop, memoryview(scratch))
+            views, finish = _page_buffers(parts, start, stop, memoryview(scratch))
             files.read_into(name, start, views)
             if xxh3_checksum(views) != file.sum(page):
                 raise DamagedError(
@@ -313,7 +313,7 @@ def _reads_by_page(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[
         yield page, parts
 
 
-def _views(
+def _page_buffers(
     parts: Sequence[ReadRequest], start: int, stop: int, scratch: memoryview
 ) -> tuple[list[memoryview], list[Callable[[], None]]]:
     """List the buffers for a page's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""

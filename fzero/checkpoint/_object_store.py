@@ -22,7 +22,7 @@ class Remote:
         except (ImportError, ValueError) as error:  # the store needs a package, or is unknown
             raise CheckpointError(f"{self.path!r}: {error}") from error
 
-    def _at(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def subfolder(self, name: str) -> "Remote":
@@ -48,7 +48,7 @@ class Remote:
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if there is no such file."""
         try:
-            return self._fs.info(self._at(name))["size"]
+            return self._fs.info(self._path_of(name))["size"]
         except FileNotFoundError:
             return None
 
@@ -57,17 +57,17 @@ class Remote:
 
     def get(self, name: str) -> bytes:
         """Read a small file."""
-        return self._fs.cat_file(self._at(name))
+        return self._fs.cat_file(self._path_of(name))
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file in one request."""
         self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(self._at(name), data)
+        self._fs.pipe_file(self._path_of(name), data)
 
     def write(self, name: str, parts: Iterable[Sequence[memoryview]]) -> None:
         """Write a new file, part by part."""
         self._fs.makedirs(self._root, exist_ok=True)
-        with self._fs.open(self._at(name), "wb") as f:
+        with self._fs.open(self._path_of(name), "wb") as f:
             for part in parts:
                 for view in part:
                     f.write(view)
@@ -76,7 +76,7 @@ class Remote:
         """Fill the views in turn with the bytes of a file from `at` on."""
         numel = sum(len(v) for v in views)
         try:
-            data = self._fs.cat_file(self._at(name), start=at, end=at + numel)
+            data = self._fs.cat_file(self._path_of(name), start=at, end=at + numel)
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         if len(data) != numel:
@@ -90,7 +90,7 @@ class Remote:
         """Remove files, if they exist."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._at(name))
+                self._fs.rm_file(self._path_of(name))
 
     def remove_all(self, first: str = "") -> None:
         """Remove the folder, the file `first` before all others."""

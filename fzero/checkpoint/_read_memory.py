@@ -16,10 +16,10 @@ from fzero.sharding import PerRank, Shard, box_of, is_box, spaces
 __all__ = ["materialize"]
 
 
-def _overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+def _overlapping_indices(tensors: Sequence[torch.Tensor]) -> set[int]:
     """Return the indices of tensors that share an element with an earlier tensor, or whose own elements overlap."""
-    spans = [(storage_id(x), *_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
-    indices = {i for *_, i in spans if _repeats(tensors[i])}
+    spans = [(storage_id(x), *_byte_span(x), i) for i, x in enumerate(tensors) if x.numel() and not x.is_meta]
+    indices = {i for *_, i in spans if _is_expanded(tensors[i])}
     active: list[tuple[int, int, int, int]] = []
     for span in sorted(spans):
         storage, start, _, i = span
@@ -29,14 +29,14 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
     return indices
 
 
-def _span(x: torch.Tensor) -> tuple[int, int]:
+def _byte_span(x: torch.Tensor) -> tuple[int, int]:
     """Return a tensor's first byte in its storage, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset()) * x.element_size()
     return start, start + (last + 1) * x.element_size()
 
 
-def _repeats(x: torch.Tensor) -> bool:
+def _is_expanded(x: torch.Tensor) -> bool:
     """Return whether a tensor is expanded, so that several elements share memory."""
     return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
@@ -45,7 +45,7 @@ def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping spans share a byte. Two columns of a matrix share none."""
     if x.is_contiguous() and y.is_contiguous():
         return True
-    (a, stop), (b, end) = _span(x), _span(y)
+    (a, stop), (b, end) = _byte_span(x), _byte_span(y)
     first = min(a, b)
     mask = torch.zeros(max(stop, end) - first, dtype=torch.bool, device="cpu")
     _bytes_in(mask, x, a - first).fill_(True)
@@ -68,12 +68,12 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
     entries, structure = tree.flatten(like, is_box)
     plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # a tied tensor is one leaf
     boxed = [x for entry in entries for x in _box_tensors(entry)]  # tensors in boxes are separate leaves, never tied
-    shared = _overlapping([*plain.values(), *boxed])
+    shared = _overlapping_indices([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
     buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
     fresh = {key: _zeros_on_device(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
     plain |= {**fresh, **dict(zip(meta, buffers, strict=True))}
-    devices = [device_name for entry in entries for device_name in _devices(entry, device)]
+    devices = [device_name for entry in entries for device_name in _tensor_devices(entry, device)]
     usable = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
     boxed_tensors = iter(
         [x if is_usable else _zeros_on_device(x, to) for x, to, is_usable in zip(boxed, devices, usable, strict=True)]
@@ -103,7 +103,7 @@ def _box_tensors(entry: Any) -> list[torch.Tensor]:
     return tree.tensors(entry.value) if isinstance(entry, PerRank) else []
 
 
-def _devices(entry: Any, device: torch.device) -> list[torch.device]:
+def _tensor_devices(entry: Any, device: torch.device) -> list[torch.device]:
     """List the device of each tensor in a box. A shard's host pieces belong in host memory."""
     if isinstance(entry, Shard):
         return [torch.device("cpu") if space == "host" else device for space in spaces(entry)]

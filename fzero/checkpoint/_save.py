@@ -170,7 +170,7 @@ def start_save(
     _check_equal(local, mesh)
     ranges = {rank: _ranges_to_write(local, rank) for rank in local.ranks}
     if background:  # a rank without enough memory must not leave the others waiting
-        ranges = all_or_none("save", lambda: _stage(ranges, staging), mesh)
+        ranges = all_or_none("save", lambda: _copy_to_staging(ranges, staging), mesh)
     # only numbers are kept of `local`: a step may donate the saved tensors, so nothing may hold a reference to them
     return SaveHandle(
         files.path,
@@ -229,7 +229,7 @@ def _ranges_to_write(local: LocalTree, rank: int) -> list[_TensorRange]:
     return [(x.detach(), at, at + piece.numel) for piece, x, at in local.owned_pieces(rank)]
 
 
-def _stage(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int, list[_TensorRange]]:
+def _copy_to_staging(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int, list[_TensorRange]]:
     """Copy the ranges into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for rows in ranges.values() for x, start, stop in rows]
     buffer = staging.reserve(sum(sizes))
@@ -276,7 +276,7 @@ class _SaveRun:
         except CheckpointError as error:  # rank 0 may have committed, so the file stays
             raise CheckpointError(f"the save to {self.files.path!r} was not committed: {error}") from error
         if errors:
-            self.files.remove([self._name(rank) for rank in self.ranges])
+            self.files.remove([self._file_name(rank) for rank in self.ranges])
             raise CheckpointError(f"nothing was saved to {self.files.path!r}: {errors}")
 
     def _save_as_leader(self) -> str:
@@ -285,22 +285,22 @@ class _SaveRun:
 
     def _lock_and_write(self, stack: contextlib.ExitStack) -> dict[int, File]:
         stack.enter_context(self.files.exclusive())
-        return self._write()
+        return self._write_files()
 
     def _save_as_follower(self) -> str:
-        errors = self.channel.save_as_follower(self._write)
+        errors = self.channel.save_as_follower(self._write_files)
         if not errors and isinstance(self.files, SharedMemory) and self.files.is_host_leader:
             data = self.channel.wait_for("manifest", 0).encode()
             self.files.put(MANIFEST, data)
-            self._tidy(parse(data))
+            self._remove_leftovers(parse(data))
         return errors
 
-    def _name(self, rank: int) -> str:
+    def _file_name(self, rank: int) -> str:
         return data_name(self.channel.nonce, rank, self.layout.ranks)
 
-    def _write(self) -> dict[int, File]:
+    def _write_files(self) -> dict[int, File]:
         return {
-            rank: _write_file(self.files, self._name(rank), header(self.layout, rank), rows)
+            rank: _write_file(self.files, self._file_name(rank), header(self.layout, rank), rows)
             for rank, rows in self.ranges.items()
         }
 
@@ -312,9 +312,9 @@ class _SaveRun:
         self.files.put(MANIFEST, manifest.encode())
         if not self.files.is_shared:
             self.channel.publish("manifest", manifest.encode().decode())
-        self._tidy(manifest)
+        self._remove_leftovers(manifest)
 
-    def _tidy(self, manifest: Manifest) -> None:
+    def _remove_leftovers(self, manifest: Manifest) -> None:
         try:
             self.files.remove([n for n in self.files.names() if n not in manifest.names and _is_data_file(n)])
             self.on_commit()

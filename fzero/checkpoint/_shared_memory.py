@@ -145,7 +145,7 @@ class SharedMemory(LocalFolder):
 
     def subfolder(self, name: str) -> "SharedMemory":
         """Return the files of a folder in this one."""
-        return SharedMemory(self._at(name), self.hosts)
+        return SharedMemory(self._path_of(name), self.hosts)
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: no other process knows the folder."""
@@ -173,10 +173,10 @@ class SharedMemory(LocalFolder):
 
     def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
         """Send a file to a rank: its size, and then its pages. For None send the size 0 alone."""
-        size = 0 if name is None else os.path.getsize(self._at(name))
+        size = 0 if name is None else os.path.getsize(self._path_of(name))
         messages = [torch.tensor([size], device="cpu")]
         if size and name is not None:
-            messages += torch.from_file(self._at(name), size=size, dtype=torch.uint8).split(PAGE_BYTES)
+            messages += torch.from_file(self._path_of(name), size=size, dtype=torch.uint8).split(PAGE_BYTES)
         return [(dist.isend(x, to, group=self.hosts.group), x) for x in messages]
 
     def _receive(self, name: str, source: int) -> None:
@@ -184,13 +184,13 @@ class SharedMemory(LocalFolder):
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(size, source, group=self.hosts.group)
         self.make()
-        with open(self._at(f".{name}.tmp"), "wb") as f:
+        with open(self._path_of(f".{name}.tmp"), "wb") as f:
             for at in range(0, int(size), PAGE_BYTES):
                 page = torch.empty(min(PAGE_BYTES, int(size) - at), dtype=torch.uint8, device="cpu")
                 dist.recv(page, source, group=self.hosts.group)
                 f.write(view_bytes(page))
         if int(size):
-            os.rename(self._at(f".{name}.tmp"), self._at(name))
+            os.rename(self._path_of(f".{name}.tmp"), self._path_of(name))
 
     # Finding files after a restart.
 

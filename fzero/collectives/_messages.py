@@ -87,13 +87,13 @@ def _receive(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     return [wait(start_receive(like, options.peer, options.tag, binding))]
 
 
-def _transpose(options: MessageOptions) -> MessageOptions:
+def _transpose_options(options: MessageOptions) -> MessageOptions:
     return options._replace(tag=options.tag ^ 1)
 
 
 add_rows(
-    LinearMap("send", RankOperation("", _refuse_vmap, _send), "receive", transpose_options=_transpose),
-    LinearMap("receive", RankOperation("", _refuse_vmap, _receive), "send", transpose_options=_transpose),
+    LinearMap("send", RankOperation("", _refuse_vmap, _send), "receive", transpose_options=_transpose_options),
+    LinearMap("receive", RankOperation("", _refuse_vmap, _receive), "send", transpose_options=_transpose_options),
 )
 
 

@@ -243,7 +243,7 @@ class _ApplyLinearMap(torch.autograd.Function):
             ys = row.operation.all_ranks(1, options, [x.unsqueeze(0) for x in xs])
             return tuple(ys) if row.is_replicated else tuple([y.squeeze(0) for y in ys])
         if is_lockstep(group) and (row.operation.kind or row.input is not VARYING):
-            return _rendezvous(row, binding, options, xs)
+            return _apply_in_lockstep(row, binding, options, xs)
         ys = _call_local(row, binding, options, xs)
         _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=_numel(ys))
         return ys
@@ -335,7 +335,7 @@ def row_of(node: Any) -> tuple[LinearMap, Binding, _Options] | None:
     return None
 
 
-def _rendezvous(row: LinearMap, binding: Binding, options: _Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
+def _apply_in_lockstep(row: LinearMap, binding: Binding, options: _Options, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row where all ranks are threads: one thread computes the map of all ranks."""
 
     def compute(ranks: list[Tensors], first: bool) -> list[Any]:

@@ -80,7 +80,7 @@ def batch_plan(
     settings = {name: value for name, value in args.items() if value is not None}
     if len(settings) < 2:
         raise ValueError(f"got {settings or 'no sizes'} and {ranks} ranks: expected two of {', '.join(args)}")
-    return _solve(settings, ranks)
+    return _solve_sizes(settings, ranks)
 
 
 def _data_axes(mesh: Mesh, axis: AxisName, model_axes: AxisName) -> list[str]:
@@ -99,7 +99,7 @@ def _data_axes(mesh: Mesh, axis: AxisName, model_axes: AxisName) -> list[str]:
     return data_axes
 
 
-def _solve(settings: dict[str, Any], ranks: int) -> BatchPlan:
+def _solve_sizes(settings: dict[str, Any], ranks: int) -> BatchPlan:
     """Derive the size that is not given from the others, or raise an error that says which sizes fit."""
     text = ", ".join([f"{name}={value}" for name, value in settings.items()])
     if "global_batch" not in settings:

@@ -134,9 +134,9 @@ class Batches:
 
     def indices(self, i: int) -> list[int]:
         """Return the data set's indices of batch i's examples, in rank order."""
-        return next(self._from(i, i + 1))
+        return next(self._batches_from(i, i + 1))
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _epoch_order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(len(self.dataset), device="cpu")
         # Python hashes the text to a seed, so that neighbouring epochs and seeds are unrelated
@@ -166,7 +166,7 @@ class Batches:
         return enumerate(
             load_batches(
                 self.dataset,
-                indices=self._from(start, stop),
+                indices=self._batches_from(start, stop),
                 target=target,
                 collate=self.collate,
                 pad=self.pad,
@@ -175,13 +175,13 @@ class Batches:
             start,
         )
 
-    def _from(self, start: int, stop: int | None) -> Iterator[list[int]]:
+    def _batches_from(self, start: int, stop: int | None) -> Iterator[list[int]]:
         """Yield the indices of one batch after another. Each epoch's order is drawn once."""
         epoch, order = -1, torch.empty(0, device="cpu")
         for i in count(start) if stop is None else range(start, stop):
             batch_epoch, position = divmod(i, self.per_epoch)
             if batch_epoch != epoch:
-                epoch, order = batch_epoch, self._order(batch_epoch)
+                epoch, order = batch_epoch, self._epoch_order(batch_epoch)
             yield order[position * self.global_batch : (position + 1) * self.global_batch].tolist()
 
     @api_boundary

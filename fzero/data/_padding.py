@@ -154,7 +154,7 @@ class Padding:
 
     def __str__(self) -> str:
         """Return a table of the lengths, with the share of the batches that each is expected to have."""
-        chances = _chances(self.lengths, self.buckets, self.global_batch)
+        chances = _bucket_probabilities(self.lengths, self.buckets, self.global_batch)
         count = f"{len(self.buckets)} length{'s' * (len(self.buckets) > 1)}"
         examples = f"{len(self.lengths):,} examples of {min(self.lengths)} to {max(self.lengths)} tokens"
         rows = [f"{length:6}  {chance:7.0%}" for length, chance in zip(self.buckets, chances, strict=True)]
@@ -177,17 +177,17 @@ def _choose_buckets(lengths: Sequence[int], buckets: Any, multiple: int, batch: 
             raise ValueError(f"buckets={buckets!r}: expected lengths, 1 or more, such as (128, 256, 512)")
         return result
     check_int("buckets", buckets, 1, "the lengths, or their number")
-    while len(candidates := _candidates(lengths, multiple)) > _MAX_CANDIDATES:
+    while len(candidates := _candidate_lengths(lengths, multiple)) > _MAX_CANDIDATES:
         multiple *= 2
-    return _choose_best_buckets(candidates, _chances(lengths, candidates, batch), buckets)
+    return _choose_best_buckets(candidates, _bucket_probabilities(lengths, candidates, batch), buckets)
 
 
-def _candidates(lengths: Sequence[int], multiple: int) -> list[int]:
+def _candidate_lengths(lengths: Sequence[int], multiple: int) -> list[int]:
     """List the multiples that the lengths are rounded up to."""
     return sorted({max(-(-n // multiple), 1) * multiple for n in lengths})
 
 
-def _chances(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> list[float]:
+def _bucket_probabilities(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> list[float]:
     """Return the probability that the longest example of a random batch falls into each bucket."""
     counts = [0] * len(buckets)
     for n in lengths:
@@ -198,7 +198,7 @@ def _chances(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> list
 
 def _mean_length(lengths: Sequence[int], buckets: Sequence[int], batch: int) -> float:
     """Return the expected length of a batch."""
-    return sum(n * chance for n, chance in zip(buckets, _chances(lengths, buckets, batch), strict=True))
+    return sum(n * chance for n, chance in zip(buckets, _bucket_probabilities(lengths, buckets, batch), strict=True))
 
 
 def _choose_best_buckets(candidates: Sequence[int], chances: Sequence[float], count: int) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ def _formula_and_lengths(
         return None
     holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)
     alike = [x for x in alike if holds(x.length)]
-    return (_formula(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
+    return (_formula_of_calls(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:
@@ -176,7 +176,7 @@ def differ_in_sizes(key: Key, other: Key) -> bool:
     return rest(key) == rest(other)
 
 
-def _formula(traced: Sequence[_TracedCall]) -> LengthFormula:
+def _formula_of_calls(traced: Sequence[_TracedCall]) -> LengthFormula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")

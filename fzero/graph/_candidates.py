@@ -77,13 +77,13 @@ def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> 
     def rate(scheduled: Graph) -> tuple[int, float]:
         return peak_bytes(scheduled), estimate_seconds(scheduled, context.hardware)
 
-    options = options if _gathers(graph) else options._replace(prefetch=0)
+    options = options if _all_gathers(graph) else options._replace(prefetch=0)
     scheduler = _Scheduler(PassManager(graph, context), options, rate)
-    overlaps = _overlaps(options, any(is_reduce_collective(n) for part in graphs_in(graph) for n in part.nodes))
+    overlaps = _overlap_settings(options, any(is_reduce_collective(n) for part in graphs_in(graph) for n in part.nodes))
     leanest = _schedule_leanest(scheduler, overlaps[0])
     # reductions in flight take memory, so only schedules that fit without are tried; prefetches fill free memory only
     prefetch_budget = max(min(c.peak_bytes for c in leanest), options.memory_budget or 0)
-    limit = max(prefetch_budget, _limit(leanest, options.memory_budget))
+    limit = max(prefetch_budget, _peak_limit(leanest, options.memory_budget))
     fitting = [c for c in leanest if c.peak_bytes <= limit]
     schedules = leanest + _schedule_overlaps(scheduler, fitting, overlaps[1:], prefetch_budget)
     schedules = _add_carried(scheduler, schedules, limit)
@@ -125,7 +125,7 @@ def _add_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: float
         for c in schedules
         if c.pass_settings.in_flight and c.peak_bytes <= limit
     ]
-    carried = [c for c in carried if _carries(c.graph)]
+    carried = [c for c in carried if _carries_reductions(c.graph)]
     return carried if carried and option is True else schedules + carried
 
 
@@ -164,7 +164,7 @@ def _add_recast(scheduler: _Scheduler, schedules: list[Candidate]) -> list[Candi
     ]
 
 
-def _carries(graph: Graph) -> bool:
+def _carries_reductions(graph: Graph) -> bool:
     """Return whether reductions of a loop in the graph stay in flight between iterations."""
     return any(loop.carried_count for n in graph.nodes if (loop := loop_of(n)))
 
@@ -175,7 +175,7 @@ def _may_send_early(graph: Graph) -> bool:
     return any(not loop.splits_backward for loop in loops)
 
 
-def _gathers(graph: Graph) -> list[Node]:
+def _all_gathers(graph: Graph) -> list[Node]:
     """List the gathers of parameters, also those in loops."""
     return [g for part in graphs_in(graph) for g in parameter_gathers(part)]
 
@@ -183,11 +183,11 @@ def _gathers(graph: Graph) -> list[Node]:
 def _settings_to_try(passes: PassManager, options: ScheduleOptions) -> list[PassSettings]:
     """List the settings of recompute, re-gather and buckets that the options leave open."""
     graph = passes.traced
-    gathers = _gathers(graph)
+    gathers = _all_gathers(graph)
     shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
-    reuse_bytes = _choices(options.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
-    recomputes = _choices(options.recompute, [False, True])
-    (size,) = _choices(options.bucket_bytes, [_bucket_bytes(graph)])
+    reuse_bytes = _option_values(options.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
+    recomputes = _option_values(options.recompute, [False, True])
+    (size,) = _option_values(options.bucket_bytes, [_bucket_bytes(graph)])
     tries = [
         PassSettings(recompute=recompute, max_reuse_bytes=reuse, bucket_bytes=size)
         for recompute, reuse in itertools.product(recomputes, reuse_bytes)
@@ -197,22 +197,22 @@ def _settings_to_try(passes: PassManager, options: ScheduleOptions) -> list[Pass
     return tries
 
 
-def _overlaps(options: ScheduleOptions, has_reduce: bool) -> list[tuple[int | str, int]]:
+def _overlap_settings(options: ScheduleOptions, has_reduce: bool) -> list[tuple[int | str, int]]:
     """List the pairs `(prefetch, in_flight)` to try, the one of the least memory first.
 
     The first pair determines the memory that is free for "fitting" gathers.
     """
     prefetch = [0, FITTING] if options.prefetch in ("auto", FITTING) else [options.prefetch]
-    in_flight = _choices(options.in_flight, [0, 1] if has_reduce else [0])
+    in_flight = _option_values(options.in_flight, [0, 1] if has_reduce else [0])
     return list(itertools.product(prefetch, in_flight))
 
 
-def _limit(schedules: Sequence[Candidate], budget: float | None) -> float:
+def _peak_limit(schedules: Sequence[Candidate], budget: float | None) -> float:
     """Return the largest peak that a schedule may have, in bytes."""
     return budget if budget is not None else PEAK_TOLERANCE * min(c.peak_bytes for c in schedules)
 
 
-def _choices(option: _T | str, auto: list[_T]) -> list[_T]:
+def _option_values(option: _T | str, auto: list[_T]) -> list[_T]:
     return auto if isinstance(option, str) else [option]
 
 
@@ -222,7 +222,7 @@ def choose(schedules: Sequence[Candidate], budget: float | None, name: str) -> i
     With a budget (bytes) it is the fastest candidate that fits; if none fits, the smallest, with a warning. Without a
     budget it is the fastest within 3% of the smallest peak, so that a ZeRO stage saves the memory that it promises.
     """
-    smallest, limit = min(c.peak_bytes for c in schedules), _limit(schedules, budget)
+    smallest, limit = min(c.peak_bytes for c in schedules), _peak_limit(schedules, budget)
     fits = [i for i, c in enumerate(schedules) if c.peak_bytes <= limit]
     if not fits:
         warnings.warn(

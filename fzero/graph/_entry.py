@@ -281,7 +281,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
         return leaves
 
     with _torch.TRACING:
-        traced = _trace_step(flat, arguments, _labels(options.step, arguments, args), options)
+        traced = _trace_step(flat, arguments, _argument_labels(options.step, arguments, args), options)
     check_spaces(traced.graph)
     if options.hardware is not None:
         _torch.set_stand_in_device(
@@ -345,7 +345,7 @@ def _trace_step(f: Any, arguments: Arguments, labels: list[dict[str, str]], opti
         return trace(f, stand_ins, labels)
 
 
-def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
+def _argument_labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> list[dict[str, str]]:
     """Return labels of each distinct tensor for the plan: its path, kind, block and space."""
     kinds = dict.fromkeys([None, *range(len(args))], "inputs")
     for p, x in enumerate(args if step.param_argnums else ()):
@@ -355,12 +355,12 @@ def _labels(step: TrainStep, arguments: Arguments, args: tuple[Any, ...]) -> lis
             kinds[p] = "optimizer state"
     names = arguments.tensor_names
     return [
-        {"label": str(name), "kind": kinds[name.arg_index], "block": block} | _space(name, x)
+        {"label": str(name), "kind": kinds[name.arg_index], "block": block} | _space_label(name, x)
         for name, block, x in zip(names, block_numbers(names, step.param_argnums), arguments.tensors, strict=True)
     ]
 
 
-def _space(name: LeafName, x: torch.Tensor) -> dict[str, str]:
+def _space_label(name: LeafName, x: torch.Tensor) -> dict[str, str]:
     """Return the memory that an argument lies in. A 0-d tensor counts for both memories, unless it is on the host."""
     return {"space": name.space} if x.dim() or name.space == "host" else {}
 

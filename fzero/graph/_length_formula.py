@@ -46,7 +46,9 @@ class LengthFormula:
 
     def at(self, length: int) -> Graph:
         """Return the graph at a length. A value keeps its stand-in unless its storage depends on the length."""
-        return _rewrite(self.graph, iter(_values_at_length(self.numbers.arguments, length)), self._values_at(length))
+        return _copy_with_numbers(
+            self.graph, iter(_values_at_length(self.numbers.arguments, length)), self._values_at(length)
+        )
 
     def _values_at(self, length: int) -> dict[int, torch.Tensor]:
         """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
@@ -55,7 +57,7 @@ class LengthFormula:
         each = list(
             zip(_values_in(self.graph), storage_ids, _values_at_length(self.numbers.geometries, length), strict=True)
         )
-        changed = {k for x, k, new in each if new != _geometry(x) or sizes[k] != x.untyped_storage().nbytes()}
+        changed = {k for x, k, new in each if new != _tensor_geometry(x) or sizes[k] != x.untyped_storage().nbytes()}
         storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
         return {id(x): stand_in_at(x, storages[k], new) for x, k, new in each if k in changed}
 
@@ -63,7 +65,7 @@ class LengthFormula:
 def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> LengthFormula | None:
     """Fit a formula to graphs of one structure at three lengths or more; None if an integer is not a polynomial."""
     assert len(graphs) >= SAMPLES
-    numbers = [_numbers(graph) for _, graph in graphs]
+    numbers = [_graph_numbers(graph) for _, graph in graphs]
     fits = [
         fit_all([Sample(length, _flatten_field(x)) for (length, _), x in zip(graphs, field, strict=True)])
         for field in zip(*numbers, strict=True)
@@ -85,22 +87,22 @@ def _values_at_length(field: Sequence[Any], length: int) -> list[Any]:
 
 def graph_structure(graph: Graph) -> Hashable:
     """Describe a graph without its integers."""
-    return _structure(graph, {})
+    return _structure_key(graph, {})
 
 
-def _structure(graph: Graph, memory: dict[int, int]) -> Hashable:
+def _structure_key(graph: Graph, memory: dict[int, int]) -> Hashable:
     index = {n: i for i, n in enumerate(graph.nodes)}
 
     def line(n: Node) -> Hashable:
         args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
         storages = [memory.setdefault(storage_id(x), len(memory)) for x in stand_ins_of(n)]
         values = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
-        return n.name, _target(n, memory), args, values, _metadata(n)
+        return n.name, _node_target(n, memory), args, values, _node_metadata(n)
 
     return tuple([line(n) for n in graph.nodes])
 
 
-def _target(node: Node, memory: dict[int, int]) -> Hashable:
+def _node_target(node: Node, memory: dict[int, int]) -> Hashable:
     loop = loop_of(node)
     if loop is None:
         return node.target
@@ -110,11 +112,11 @@ def _target(node: Node, memory: dict[int, int]) -> Hashable:
         loop.sum_count,
         loop.carried_count,
         loop.rank_schedule,
-        _structure(loop.body, memory),
+        _structure_key(loop.body, memory),
     )
 
 
-def _metadata(node: Node) -> Hashable:
+def _node_metadata(node: Node) -> Hashable:
     """Describe the metadata of a node that the plan and the executors read, besides its value."""
     carried = node.meta.get("carried")
     shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in stand_ins_of(carried)])
@@ -136,18 +138,18 @@ def _values_in(graph: Graph) -> Iterator[torch.Tensor]:
         yield from stand_ins_of(n)
 
 
-def _numbers(graph: Graph) -> _Numbers:
+def _graph_numbers(graph: Graph) -> _Numbers:
     tensors = list(_values_in(graph))
     arguments = [i for n in _nodes_in(graph) for i in integers_in((n.args, n.kwargs))]
     memory = {storage_id(x): x.untyped_storage().nbytes() for x in tensors}
-    return _Numbers(tuple(arguments), tuple([_geometry(x) for x in tensors]), tuple(memory.values()))
+    return _Numbers(tuple(arguments), tuple([_tensor_geometry(x) for x in tensors]), tuple(memory.values()))
 
 
-def _geometry(x: torch.Tensor) -> tuple[int, ...]:
+def _tensor_geometry(x: torch.Tensor) -> tuple[int, ...]:
     return (*x.shape, *x.stride(), int(x.storage_offset()))
 
 
-def _rewrite(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
+def _copy_with_numbers(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, torch.Tensor]) -> Graph:
     """Copy a graph with other integers and values."""
     graph = copy_graph(graph)
     for n in graph.nodes:
@@ -164,5 +166,5 @@ def _rewrite(graph: Graph, arguments: Iterator[int], replacements: Mapping[int, 
             again = iter(now)
             n.args, n.kwargs = map_integers((n.args, n.kwargs), lambda _, again=again: next(again))
         if loop := loop_of(n):
-            set_body(n, _rewrite(loop.body, arguments, replacements))
+            set_body(n, _copy_with_numbers(loop.body, arguments, replacements))
     return graph

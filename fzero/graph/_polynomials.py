@@ -62,11 +62,11 @@ def integers_in(x: Any) -> list[int]:
 def fit_all(samples: Sequence[Sample]) -> tuple[Polynomial, ...] | None:
     """Fit a polynomial of the length to each integer of the samples; None if an integer has none."""
     lengths = [s.length for s in samples]
-    polynomials = [_fit(lengths, values) for values in zip(*[s.numbers for s in samples], strict=True)]
+    polynomials = [_fit_polynomial(lengths, values) for values in zip(*[s.numbers for s in samples], strict=True)]
     return None if any(p is None for p in polynomials) else tuple([p for p in polynomials if p is not None])
 
 
-def _fit(lengths: Sequence[int], values: Sequence[int]) -> Polynomial | None:
+def _fit_polynomial(lengths: Sequence[int], values: Sequence[int]) -> Polynomial | None:
     """Return the simplest polynomial through some points: a constant, a multiple of the length or its square, a line.
 
     Through three points or more it may be a parabola: then only one polynomial of degree at most 2 fits.

@@ -19,7 +19,7 @@ from fzero.ranks import Mesh, MissingRankError, gather_texts
 __all__ = ["common_schedules", "gather_values"]
 
 
-def _signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
+def _node_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe the operations and collectives of a graph, node by node.
 
     Data movement and constants are left out, since each rank slices and pads a shard of its own. The name of a process
@@ -31,7 +31,7 @@ def _signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[s
         if loop and loop.rank_schedule:  # its ranks run different stages: see `_stage_signatures`
             lines.append(f"a pipeline of {loop.iterations} micro-batches by {loop.rank_schedule.schedule.rows}")
         elif loop:
-            lines += [f"{loop.iterations} times", *_signatures(loop.body, groups)]
+            lines += [f"{loop.iterations} times", *_node_signatures(loop.body, groups)]
         elif n.op == "call_function" and not differs_by_rank(n) and not is_wait(n):
             lines.append(_node_signature(n, groups or {}))
     return lines
@@ -70,17 +70,17 @@ def _digest_of_order(graph: Graph) -> str:
     """
     names = [n.name for n in graph.nodes if is_collective(n) or _is_pipeline(n)]
     names += [n.name for part in list(shared_graphs(graph))[1:] for n in part.nodes if is_collective(n)]
-    return _digest(names)
+    return _hash_names(names)
 
 
 def _stage_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> list[str]:
     """Describe the work of this rank's pipeline stages. Other ranks along the pipeline's axis run other stages."""
-    return [line for body in _stages(graph) for line in _signatures(body, groups)]
+    return [line for body in _pipeline_bodies(graph) for line in _node_signatures(body, groups)]
 
 
 def _digest_of_stage_order(graph: Graph) -> str:
     """Return a digest of the order in which this rank's stages start their collectives."""
-    return _digest([n.name for body in _stages(graph) for n in body.nodes if is_collective(n)])
+    return _hash_names([n.name for body in _pipeline_bodies(graph) for n in body.nodes if is_collective(n)])
 
 
 def _pipeline_coordinates(graph: Graph) -> str:
@@ -95,12 +95,12 @@ def _is_pipeline(node: Node) -> bool:
     return loop is not None and loop.rank_schedule is not None
 
 
-def _stages(graph: Graph) -> list[Graph]:
+def _pipeline_bodies(graph: Graph) -> list[Graph]:
     """List the loop bodies of pipelines."""
     return [loop.body for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
 
 
-def _digest(names: Sequence[str]) -> str:
+def _hash_names(names: Sequence[str]) -> str:
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
@@ -127,17 +127,17 @@ def common_schedules(
         The schedules that all ranks have, each with the largest peak and the most seconds of any rank.
 
     Raises:
-        RuntimeError: as `_agree` does.
+        RuntimeError: as `_compare_ranks` does.
     """
     if mesh is None or not mesh.distributed:
         return schedules
     schedule_of = {f"{c.settings} {_digest_of_order(c.graph)}": c for c in schedules}
     ratings = {key: (c.peak_bytes, c.seconds, _digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
-    largest = _agree(graph, options_text, ratings, mesh, name)
+    largest = _compare_ranks(graph, options_text, ratings, mesh, name)
     return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 
 
-def _agree(
+def _compare_ranks(
     graph: Graph, options_text: str, ratings: Mapping[str, tuple[float, float, str]], mesh: Mesh, name: str
 ) -> dict[str, list[float]]:
     """Compare a traced graph and its schedules with those of the other ranks.
@@ -161,8 +161,8 @@ def _agree(
     """
     groups = mesh.groups()
     stages = _pipeline_coordinates(graph) or "no pipeline"
-    descriptions = {"": [options_text, *_signatures(graph, groups)], stages: _stage_signatures(graph, groups)}
-    digests = {part: _digest(lines) for part, lines in descriptions.items()}
+    descriptions = {"": [options_text, *_node_signatures(graph, groups)], stages: _stage_signatures(graph, groups)}
+    digests = {part: _hash_names(lines) for part, lines in descriptions.items()}
     replies = gather_values([digests, ratings], mesh, name)
     first: dict[str, str] = {}
     if any(first.setdefault(part, digest) != digest for digests, _ in replies for part, digest in digests.items()):

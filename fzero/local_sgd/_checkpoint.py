@@ -21,7 +21,7 @@ def save_replicas(
     groups, parts = outer_step.groups, parts_of(state.anchor, schedule.parts)
     for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
         own = {"count": state.count, "params": p, "opt_state": s}
-        save(_folder(path, f"replica-{replica}"), own, groups.inner_mesh)
+        save(_replica_folder(path, f"replica-{replica}"), own, groups.inner_mesh)
     numbers = {
         "count": state.count,
         "replicas": groups.count,
@@ -30,7 +30,7 @@ def save_replicas(
     }
     sums = [outer_step.wait(part, state.anchor, x) for part, x in zip(parts, state.pending_sums, strict=True)]
     save(
-        _folder(path, "shared"),
+        _replica_folder(path, "shared"),
         {**numbers, "anchor": state.anchor, "outer": state.outer_states, "sent": sums},
         groups.mesh,
     )
@@ -40,7 +40,7 @@ def load_replicas(
     path: StrPath, groups: ReplicaGroups, schedule: SyncSchedule, params: Replicas, state: LocalState
 ) -> tuple[Replicas, LocalState]:
     """Load a save of `save_replicas` into the tensors of `params` and `state`."""
-    folder = _folder(path, "shared")
+    folder = _replica_folder(path, "shared")
     count, replicas, mix = [read(folder, name) for name in ("count", "replicas", "mix")]
     saved = SyncSchedule.from_list(read(folder, "schedule"))
     is_same = replicas == groups.count and saved == schedule
@@ -59,7 +59,7 @@ def load_replicas(
     shared = load(folder, like, groups.mesh, partial=True)
     trees = []
     for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
-        own_folder = _folder(path, f"replica-{replica % replicas}")
+        own_folder = _replica_folder(path, f"replica-{replica % replicas}")
         own = load(own_folder, {"count": 0, "params": p, "opt_state": s}, groups.inner_mesh)
         if own["count"] != count:
             raise CheckpointError(
@@ -78,6 +78,6 @@ def load_replicas(
     return Replicas(tuple([p for p, _ in trees])), loaded
 
 
-def _folder(path: StrPath, name: str) -> str:
+def _replica_folder(path: StrPath, name: str) -> str:
     text = check_path("path", path, "the path of a folder, or a URL", "local.save(path, params, state)")
     return f"{text.rstrip('/')}/{name}"

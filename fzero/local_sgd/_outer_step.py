@@ -40,7 +40,9 @@ class OuterStep:
 
     def anchor(self, params: Any, state: Any) -> Any:
         """Return the anchor for the parameters and optimizer state that all replicas start with."""
-        program = self.step.program(lambda params, masters: tree.map(at_least_float32, self._own(params, masters)))
+        program = self.step.program(
+            lambda params, masters: tree.map(at_least_float32, self._in_anchor_layout(params, masters))
+        )
         return own_memory(program(params, _masters_of(state)))
 
     def init(self, anchor: Any) -> Any:
@@ -54,10 +56,10 @@ class OuterStep:
             A tree like the part's anchor, or with a codec a `_CodedSum`. On processes it may be under way:
             `apply_average` waits.
         """
-        replicas = self._replicas(params, states)
+        replicas = self._replica_pairs(params, states)
 
         def program(anchor: Any, tensors: list[torch.Tensor]) -> Any:
-            own = select(self._own(*rebuild(replicas[0], tensors)), part)
+            own = select(self._in_anchor_layout(*rebuild(replicas[0], tensors)), part)
             pseudo_gradient = tree.map(lambda a, p: (a - p.to(a.dtype)) / self.groups.count, anchor, own)
             return start_sum(pseudo_gradient, self.groups.over, self.codec)
 
@@ -95,7 +97,7 @@ class OuterStep:
         Returns:
             The new `(anchor, state)`.
         """
-        replicas = self._replicas(params, states)
+        replicas = self._replica_pairs(params, states)
 
         def program(anchor: Any, state: Any, pending_sum: Any, tensors: list[torch.Tensor]) -> Any:
             params, masters = rebuild(replicas[0], tensors)
@@ -104,7 +106,7 @@ class OuterStep:
             anchor = apply_updates(anchor, updates)
             new = anchor
             if self.mix:
-                own = select(self._own(params, masters), part)
+                own = select(self._in_anchor_layout(params, masters), part)
                 new = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, own)
             changed = (self._as_params(new, select(params, part)), _like_masters(new, select(masters, part)))
             return anchor, state, self.groups.box(changed)
@@ -117,10 +119,10 @@ class OuterStep:
             return merge(anchor, own_memory(new)), own_memory(state)
 
     @staticmethod
-    def _replicas(params: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
+    def _replica_pairs(params: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
         return [(p, _masters_of(s)) for p, s in zip(params, states, strict=True)]
 
-    def _own(self, params: Any, masters: Any) -> Any:
+    def _in_anchor_layout(self, params: Any, masters: Any) -> Any:
         """Return a replica's parameters in the layout of the anchor: master weights where there are any."""
         params = self._partition(params)
         return params if masters is None else merge(params, masters)

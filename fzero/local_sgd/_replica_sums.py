@@ -45,7 +45,7 @@ def start_sum(values: Any, over: str, codec: Codec | None) -> Any:
     if codec is None:
         return tree.map(lambda x: start_psum(x, over), values)
     coded = _CodedSum([], [])
-    for spec_id, x in _units(values, codec):
+    for spec_id, x in _unit_messages(values, codec):
         encoded = encode_shard(spec_id, join_axes(unit_axes(spec_id)), x.reshape(-1))
         for boxes, part in zip(coded, encoded, strict=True):
             gathered, varies = start_all_gather(part, over), traced_spec(spec_id).varies
@@ -65,7 +65,7 @@ def wait_sum(pending_sum: Any, like: Any, replicas: int, codec: Codec | None) ->
     if codec is None or not isinstance(pending_sum, _CodedSum):  # a loaded sum is decoded already
         return tree.map(wait_tensor, pending_sum)
     sums: dict[int, torch.Tensor] = {}
-    for (spec_id, x), payload, magnitudes in zip(_units(like, codec), *pending_sum, strict=True):
+    for (spec_id, x), payload, magnitudes in zip(_unit_messages(like, codec), *pending_sum, strict=True):
         parts = zip(
             *[wait_tensor(y).unflatten(-1, (replicas, -1)).unbind(-2) for y in (payload, magnitudes)], strict=True
         )
@@ -75,7 +75,7 @@ def wait_sum(pending_sum: Any, like: Any, replicas: int, codec: Codec | None) ->
     return tree.map(lambda x: sums.get(id(x), x), like)  # an empty leaf is not sent
 
 
-def _units(values: Any, codec: Codec) -> Iterator[tuple[int, torch.Tensor]]:
+def _unit_messages(values: Any, codec: Codec) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each unit's shard, and each distinct plain leaf, with the spec of its message."""
     paths, entries, _ = tree.flatten_with_paths(values, is_box)
     visited: set[int] = set()

@@ -29,10 +29,10 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> 
     copied = copy.deepcopy(module, memo)
     for m in copied.modules():
         for name, x in attributes(m).items():
-            if (y := _follow(x, memo)) is not x:
+            if (y := _copied_value(x, memo)) is not x:
                 m.__dict__[name] = y
         for hooks in forward_hooks(m):
-            hooks.update({key: _follow(hook, memo) for key, hook in hooks.items()})
+            hooks.update({key: _copied_value(hook, memo) for key, hook in hooks.items()})
     return copied
 
 
@@ -41,22 +41,23 @@ def shared_tensors(module: torch.nn.Module) -> dict[int, Any]:
     return {id(x): x for x in [*module.parameters(), *module.buffers()]}
 
 
-def _follow(x: Any, memo: dict[int, Any]) -> Any:
+def _copied_value(x: Any, memo: dict[int, Any]) -> Any:
     """Return a value with each copied object replaced by its copy; the value itself if nothing in it was copied."""
     if id(x) in memo:
         return memo[id(x)]
     if isinstance(x, MethodType):
-        owner, function = _follow(x.__self__, memo), _follow(x.__func__, memo)  # `forward` may be replaced by a closure
+        owner = _copied_value(x.__self__, memo)
+        function = _copied_value(x.__func__, memo)  # `forward` may be replaced by a closure
         return x if owner is x.__self__ and function is x.__func__ else MethodType(function, owner)
     if isinstance(x, functools.partial):
         parts = [x.func, x.args, x.keywords]
-        new = [_follow(part, memo) for part in parts]
+        new = [_copied_value(part, memo) for part in parts]
         return x if _are_same(new, parts) else functools.partial(new[0], *new[1], **new[2])
     if type(x) in (list, tuple):
-        new = [_follow(y, memo) for y in x]
+        new = [_copied_value(y, memo) for y in x]
         return x if _are_same(new, x) else type(x)(new)
     if type(x) is dict:
-        new = {key: _follow(y, memo) for key, y in x.items()}
+        new = {key: _copied_value(y, memo) for key, y in x.items()}
         return x if _are_same(new.values(), x.values()) else new
     return _follow_function(x, memo) if isinstance(x, FunctionType) else x
 
@@ -64,9 +65,9 @@ def _follow(x: Any, memo: dict[int, Any]) -> Any:
 def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
     """Return a function whose closure and defaults refer to the copies, or the function if they refer to none."""
     memo[id(f)] = f  # a function may refer to itself
-    cells = [_contents(cell) for cell in f.__closure__ or ()]
+    cells = [_cell_contents(cell) for cell in f.__closure__ or ()]
     parts = [cells, f.__defaults__, f.__kwdefaults__]
-    new = [_follow(part, memo) for part in parts]
+    new = [_copied_value(part, memo) for part in parts]
     if _are_same(new, parts):
         return f
     closure = tuple([CellType(*y) for y in new[0]])
@@ -77,7 +78,7 @@ def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
     return g
 
 
-def _contents(cell: CellType) -> list[Any]:
+def _cell_contents(cell: CellType) -> list[Any]:
     """Return the contents of a cell in a list, which is empty if the cell is."""
     try:
         return [cell.cell_contents]
@@ -99,11 +100,11 @@ def check_functions(module: torch.nn.Module) -> None:
     part_ids = {id(m) for m in module.modules()} | tensors.keys()
     for prefix, m in module.named_modules():
         values = [*attributes(m).values(), *[hook for hooks in forward_hooks(m) for hook in hooks.values()]]
-        for f in _functions(values, set()):
+        for f in _reachable_functions(values, set()):
             _check_function(f, f"module {prefix!r}" if prefix else "the module", tensors, part_ids)
 
 
-def _functions(values: Any, visited: set[int]) -> Iterator[FunctionType]:
+def _reachable_functions(values: Any, visited: set[int]) -> Iterator[FunctionType]:
     """Yield the functions in values, in their containers, and in the closures and defaults of these functions."""
     for x in values:
         if isinstance(x, torch.Tensor | torch.nn.Module) or id(x) in visited:
@@ -111,22 +112,22 @@ def _functions(values: Any, visited: set[int]) -> Iterator[FunctionType]:
         visited.add(id(x))
         if isinstance(x, FunctionType):
             yield x
-            yield from _functions(_references(x), visited)
+            yield from _reachable_functions(_referenced_values(x), visited)
         elif isinstance(x, functools.partial):
-            yield from _functions([x.func, *x.args, *x.keywords.values()], visited)
+            yield from _reachable_functions([x.func, *x.args, *x.keywords.values()], visited)
         elif type(x) in (list, tuple, dict):
-            yield from _functions(x.values() if isinstance(x, dict) else x, visited)
+            yield from _reachable_functions(x.values() if isinstance(x, dict) else x, visited)
 
 
-def _references(f: FunctionType) -> list[Any]:
-    cells = [x for cell in f.__closure__ or () for x in _contents(cell)]
+def _referenced_values(f: FunctionType) -> list[Any]:
+    cells = [x for cell in f.__closure__ or () for x in _cell_contents(cell)]
     return [*cells, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
 
 
 def _check_function(f: FunctionType, holder: str, tensors: dict[int, str], part_ids: set[int]) -> None:
     """Raise an error if a function refers to a tensor or a part of the module itself, which a copy cannot replace."""
     label = f"{holder} holds the function {f.__qualname__} ({f.__code__.co_filename}:{f.__code__.co_firstlineno})"
-    for x in _flat(_references(f)):
+    for x in _flatten_containers(_referenced_values(f)):
         if id(x) in tensors:
             raise ValueError(
                 f"{label}, which holds {tensors[id(x)]!r} itself, so the tensor would not be trained there: make the "
@@ -140,10 +141,10 @@ def _check_function(f: FunctionType, holder: str, tensors: dict[int, str], part_
             )
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flatten_containers(values: Any) -> Iterator[Any]:
     for x in values:
         if type(x) in (list, tuple, dict):
-            yield from _flat(x.values() if isinstance(x, dict) else x)
+            yield from _flatten_containers(x.values() if isinstance(x, dict) else x)
         else:
             yield x
 

@@ -28,7 +28,7 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
     """
     params, frozen, buffers = tensors_of(module, is_copied=False)
     mutable, scratch = mutable_buffers(module), scratch_buffers(module)
-    places, memo = _places(module), stand_ins(module)
+    places, memo = _tensor_places(module), stand_ins(module)
     for m, name, _ in places:
         setattr(m, name, None)
     module.to(device)
@@ -53,7 +53,7 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
 def put_back(apply: Apply, tensors: NamedTensors) -> None:
     """Give the module of `functional_in_place` full parameters and buffers, and let its blocks run as before."""
     memo = _full_tensors(apply, tensors)
-    for m, name, x in _places(apply.module):
+    for m, name, x in _tensor_places(apply.module):
         setattr(m, name, memo[id(x)])
     undo_remat_blocks(apply.module, apply.blocks)
 
@@ -74,7 +74,7 @@ def _full_tensors(apply: Apply, tensors: NamedTensors) -> dict[int, Any]:
     return memo | {id(x): tensors[name] for name, x in apply.module.named_buffers()}
 
 
-def _places(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+def _tensor_places(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
     """List the submodules, names and tensors of a module's parameters and buffers; a tied one has several places."""
     pairs = [(m, name, x) for m in module.modules() for name, x in [*m._parameters.items(), *m._buffers.items()]]
     return [(m, name, x) for m, name, x in pairs if x is not None]

@@ -130,23 +130,23 @@ class _LazyLogits:
 
     # Operations that change logits one by one.
 
-    def _then(self, change: LogitMap) -> "_LazyLogits":
+    def _with_change(self, change: LogitMap) -> "_LazyLogits":
         return replace(self, maps=(*self.maps, change))
 
     def __mul__(self, factor: Any) -> "_LazyLogits":
-        return self._then(partial(torch.mul, other=self._number("*", factor)))
+        return self._with_change(partial(torch.mul, other=self._check_number("*", factor)))
 
     __rmul__ = mul = __mul__
 
     def __truediv__(self, divisor: Any) -> "_LazyLogits":
-        return self._then(partial(torch.div, other=self._number("/", divisor)))
+        return self._with_change(partial(torch.div, other=self._check_number("/", divisor)))
 
     div = __truediv__
 
     def tanh(self) -> "_LazyLogits":
-        return self._then(torch.tanh)
+        return self._with_change(torch.tanh)
 
-    def _number(self, sign: str, x: Any) -> Any:
+    def _check_number(self, sign: str, x: Any) -> Any:
         if isinstance(x, Real):
             return x
         raise self._error(f"{sign} {type(x).__name__}")

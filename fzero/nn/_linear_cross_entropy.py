@@ -92,7 +92,7 @@ def linear_cross_entropy(
     """
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap!r}: expected a positive number, or None")
-    maps: tuple[LogitMap, ...] = () if softcap is None else (partial(_cap, softcap),)
+    maps: tuple[LogitMap, ...] = () if softcap is None else (partial(_cap_logits, softcap),)
     options = LossOptions(
         ignore_index=ignore_index,
         reduction=reduction,
@@ -104,7 +104,7 @@ def linear_cross_entropy(
     return cross_entropy_of_head(hidden, weight, labels, bias, maps, options)
 
 
-def _cap(softcap: float, logits: torch.Tensor) -> torch.Tensor:
+def _cap_logits(softcap: float, logits: torch.Tensor) -> torch.Tensor:
     return softcap * torch.tanh(logits / softcap)
 
 

@@ -61,10 +61,12 @@ class MatmulPrecision:
         """
         weights = {path: _weight(m) for path, m in _linear_layers(module).items()}
         names = (
-            _default(module, weights) if self.layers is None else [p for p, w in weights.items() if self.layers(p, w)]
+            _default_layers(module, weights)
+            if self.layers is None
+            else [p for p, w in weights.items() if self.layers(p, w)]
         )
         for path in names if self.layers is not None else ():
-            if not _divides(weights[path]):
+            if not _has_multiple_sizes(weights[path]):
                 raise ValueError(
                     f"matmul_precision: {path!r} has the shape {list(weights[path].shape)}: float8 products need "
                     f"multiples of {SIZE_MULTIPLE}; leave it out, layers=lambda path, weight: not any(n % 16 for n in "
@@ -78,7 +80,7 @@ class MatmulPrecision:
 
     def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
         """Return which layers can be chosen, for an error."""
-        usable = [path for path, w in weights.items() if _divides(w)]
+        usable = [path for path, w in weights.items() if _has_multiple_sizes(w)]
         if usable:
             return f"choose some of {usable}: fzero.nn.MatmulPrecision({self.kind!r}, layers=lambda path, weight: ...)"
         if weights:
@@ -136,22 +138,22 @@ def _weight(module: Any) -> torch.Tensor:
     return module.weight
 
 
-def _divides(weight: torch.Tensor) -> bool:
+def _has_multiple_sizes(weight: torch.Tensor) -> bool:
     return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
 
 
-def _default(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
+def _default_layers(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
     blocks = tuple([f"{name}." for name in repeated_blocks(module)])
     within = [path for path in weights if path.startswith(blocks) and path.removesuffix(".weight") + "." not in blocks]
     names = [path for path in within if path.split(".")[-2] not in _ROUTERS] if within else list(weights)[1:-1]
-    return [path for path in names if _divides(weights[path])]
+    return [path for path in names if _has_multiple_sizes(weights[path])]
 
 
 def install_matmuls(module: torch.nn.Module, linears: Mapping[str, _Linear]) -> None:
     """Make layers of a copy of a module, by their names, compute their product by a function."""
     for name, linear in linears.items():
         layer: Any = module.get_submodule(name)
-        layer.forward = partial(_forward, layer, linear, _is_transposed(layer))
+        layer.forward = partial(_forward_linear, layer, linear, _is_transposed(layer))
     for m in module.modules():  # in eval mode torch's own encoders would read the weights, and not call the layers
         if isinstance(m, torch.nn.TransformerEncoderLayer):
             m.activation_relu_or_gelu = 0
@@ -159,5 +161,5 @@ def install_matmuls(module: torch.nn.Module, linears: Mapping[str, _Linear]) -> 
             m.use_nested_tensor = False
 
 
-def _forward(layer: Any, linear: _Linear, is_transposed: bool, x: torch.Tensor) -> torch.Tensor:
+def _forward_linear(layer: Any, linear: _Linear, is_transposed: bool, x: torch.Tensor) -> torch.Tensor:
     return linear(x, layer.weight.mT if is_transposed else layer.weight, layer.bias)

@@ -241,7 +241,7 @@ def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck
         raise RuntimeError(
             f"fzero.nn: {label}, which depends on the parameters. apply runs a copy of the module, so code that reads "
             "the attribute after the call gets an old value or none: have forward return it, or call apply.method("
-            f"lambda module, *args: (module(*args), {read})) in place of apply. {_ignoring(name, check, 'reads it')}"
+            f"lambda module, *args: (module(*args), {read})) in place of apply. {_ignore_hint(name, check, 'reads it')}"
         )
     warn_once(
         f"fzero.nn: {label}. apply runs a copy of the module, so your module does not get it: have forward return it. "
@@ -259,7 +259,7 @@ def _report_value(name: str, old: Any, new: Any, check: LeftoverCheck) -> None:
         raise RuntimeError(
             f"{label}, and a jitted step would keep the value and the branches of its trace: make it a 0-d integer "
             "buffer, which apply returns and the step carries, and choose by torch.where; or pass it as an argument. "
-            f"{_ignoring(name, check, 'depends on it')}"
+            f"{_ignore_hint(name, check, 'depends on it')}"
         )
     warn_once(
         f"{label}. apply runs a copy of the module, so your module does not see it, and a jitted step refuses it: make "
@@ -267,6 +267,6 @@ def _report_value(name: str, old: Any, new: Any, check: LeftoverCheck) -> None:
     )
 
 
-def _ignoring(name: str, check: LeftoverCheck, reader: str) -> str:
+def _ignore_hint(name: str, check: LeftoverCheck, reader: str) -> str:
     call = f"fzero.nn.functional(module, ignore_writes=[{check.prefix + name!r}])"
     return f"If nothing {reader}: {call}{trouble_link('a-module-that-writes-to-itself')}"

@@ -112,7 +112,7 @@ def give_boxes_to_blocks(
         return
     names = list(state)
     entries: list[Any] = list(state.values())
-    shared = _shared(module)
+    shared = _shared_names(module)
     boxes_of_block: dict[str, dict[str, Any]] = {}
     for spec_id, _, members in sharded_units(names, entries):
         paths = [names[at] for at, _ in members]
@@ -136,7 +136,7 @@ def give_boxes_to_blocks(
             forward.boxes = {}
 
 
-def _shared(module: torch.nn.Module) -> set[str]:
+def _shared_names(module: torch.nn.Module) -> set[str]:
     """Return the names of the parameters that a module holds under several names."""
     names_by_id: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):

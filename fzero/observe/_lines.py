@@ -166,7 +166,7 @@ def by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
         LineCost(
             line=line,
             function=group[0].function,
-            code=_code(line),
+            code=_quote_line(line),
             seconds=sum([s.seconds for s in group]),
             backward_seconds=sum([s.seconds for s in group if s.phase == "backward"]),
             calls=len(group),
@@ -195,7 +195,7 @@ def by_stack(spans: Iterable[Span]) -> tuple[StackCost, ...]:
     return tuple(sorted(costs, key=lambda c: [first[c.stack[:i]] for i in range(1, len(c.stack) + 1)]))
 
 
-def _code(line: str) -> str:
+def _quote_line(line: str) -> str:
     file, _, number = line.rpartition(":")
     return linecache.getline(file, int(number)).strip() if file else ""
 
@@ -205,12 +205,12 @@ def _function_at(line: str) -> str:
     file, _, number = line.rpartition(":")
     if not file:
         return ""
-    enclosing = [(last - first, name) for first, last, name in _functions(file) if first <= int(number) <= last]
+    enclosing = [(last - first, name) for first, last, name in _functions_in(file) if first <= int(number) <= last]
     return min(enclosing)[1] if enclosing else ""
 
 
 @functools.lru_cache(maxsize=256)
-def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
+def _functions_in(file: str) -> tuple[tuple[int, int, str], ...]:
     """List the functions of a file: their first and last lines, and their names, qualified by their classes."""
     try:
         module = ast.parse("".join(linecache.getlines(file)))

@@ -64,7 +64,7 @@ class Origin:
     def lines(self, size: int) -> list[str]:
         """Return the origin as lines of text, for a mesh of `size` ranks."""
         prefix = f"{self.value} " if self.value else ""
-        ranks = f" on {_ranks(self.ranks, size)}" if self.ranks and size > 1 else ""
+        ranks = f" on {_format_ranks(self.ranks, size)}" if self.ranks and size > 1 else ""
         if self.leaf:
             cause = f"in {self.leaf}" + (f", first read by {self.operation}" if self.operation else "")
         else:
@@ -79,7 +79,7 @@ class Origin:
         return lines
 
 
-def _ranks(ranks: tuple[int, ...], size: int) -> str:
+def _format_ranks(ranks: tuple[int, ...], size: int) -> str:
     if len(ranks) == size:
         return f"all {size} ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {size}"

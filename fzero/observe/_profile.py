@@ -197,7 +197,7 @@ def profile(
 
 def _time_step(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Run a step on copies of its arguments, under the mark of a step, and return its seconds."""
-    args_copy, kwargs_copy = _copy(args), _copy(kwargs)
+    args_copy, kwargs_copy = _copy_tensors(args), _copy_tensors(kwargs)
     _start_together()
     start = time.perf_counter()
     with torch.profiler.record_function(_STEP_MARK):
@@ -220,7 +220,7 @@ def _run_with_profiler(run: Callable[[], Any], steps: int) -> torch.profiler.pro
 
 def _run_one_by_one(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Span, ...]:
     """Run a step on copies of its arguments, one operation at a time, and return its operations."""
-    args_copy, kwargs_copy = _copy(args), _copy(kwargs)
+    args_copy, kwargs_copy = _copy_tensors(args), _copy_tensors(kwargs)
     _start_together()
     with record_spans(__file__, _run_one_by_one.__name__) as results:
         step(*args_copy, **kwargs_copy)
@@ -244,7 +244,7 @@ def _check_profiled(step: Callable[..., Any], steps: int, warmup: int, trace: st
         )
 
 
-def _copy(values: Any) -> Any:
+def _copy_tensors(values: Any) -> Any:
     def copy(x: Any) -> Any:
         return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 

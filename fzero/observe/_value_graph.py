@@ -113,17 +113,17 @@ def explain(graphs: Sequence[ValueGraph]) -> _Explanation:
     results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
     nans = _walk_back(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
     for node in _in_time(graphs, nans):
-        sources = _walk_back(graphs, [parent for parent, _ in _parents(graphs, node)], nan=False)
-        first = [n for n in _in_time(graphs, sources) if not _origin(graphs, n).is_intended]
+        sources = _walk_back(graphs, [parent for parent, _ in _parents_of(graphs, node)], nan=False)
+        first = [n for n in _in_time(graphs, sources) if not _origin_of(graphs, n).is_intended]
         if first:
             return _Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
         return _Explanation(_with_all_ranks(graphs, node, nans), None)
     infinities = _walk_back(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
-    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _origin(graphs, n).is_intended)
+    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _origin_of(graphs, n).is_intended)
     return _Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
 
-def _parents(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node, bool]]:
+def _parents_of(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node, bool]]:
     """Yield the parents of a value: on its own process, or those that all ranks sent into a collective."""
     process, number = node
     value = graphs[process].values[number]
@@ -145,26 +145,26 @@ def _walk_back(graphs: Sequence[ValueGraph], start: Iterable[_Node], nan: bool) 
         if node in visited:
             continue
         visited.add(node)
-        sources = [source for source, is_nan in _parents(graphs, node) if is_nan or not nan]
+        sources = [source for source, is_nan in _parents_of(graphs, node) if is_nan or not nan]
         stack += sources
         if not sources and graphs[node[0]].values[node[1]].origin is not None:
             ends.add(node)
     return ends
 
 
-def _origin(graphs: Sequence[ValueGraph], node: _Node) -> ValueOrigin:
+def _origin_of(graphs: Sequence[ValueGraph], node: _Node) -> ValueOrigin:
     origin = graphs[node[0]].values[node[1]].origin
     assert origin is not None
     return origin
 
 
 def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[_Node]) -> list[_Node]:
-    return sorted(nodes, key=lambda n: _origin(graphs, n).order)
+    return sorted(nodes, key=lambda n: _origin_of(graphs, n).order)
 
 
 def _with_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueOrigin:
     """Return the origin of a value, with all ranks that made a value at the same source."""
-    origin, origins = _origin(graphs, node), [_origin(graphs, n) for n in nodes]
+    origin, origins = _origin_of(graphs, node), [_origin_of(graphs, n) for n in nodes]
 
     def source(o: ValueOrigin) -> Any:
         return o.leaf, o.operation, o.line, o.backward

@@ -89,7 +89,7 @@ def adamw(
 
     def init(params: Params) -> AdamState:
         check_mask_fits(mask, params)
-        return _init(params, policy)
+        return _init_moments(params, policy)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         """Return the updates and the state after one step of AdamW, by units if its moments have fewer bits."""
@@ -106,8 +106,8 @@ def adamw(
                 policy,
                 hyperparams=_AdamHyperparams(b1=b1, b2=b2, eps=eps, rate=rate, decay=decay),
             )
-        (count, mu, nu), r1, r2 = _moments(grads, state, b1, b2)
-        updates = tree.elementwise(lambda m, v: _direction(m, v, -rate * r1, r2, eps).to(m.dtype), mu, nu)
+        (count, mu, nu), r1, r2 = _update_moments(grads, state, b1, b2)
+        updates = tree.elementwise(lambda m, v: _update_direction(m, v, -rate * r1, r2, eps).to(m.dtype), mu, nu)
         if not is_zero(weight_decay):
             updates = tree.elementwise(
                 lambda u, p, is_decayed: (u - rate * weight_decay * is_decayed * p).to(u.dtype),
@@ -163,18 +163,18 @@ def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, mome
                 policy=policy,
                 hyperparams=_AdamHyperparams(b1=b1, b2=b2, eps=eps, rate=-1.0, decay=None),
             )
-        state, r1, r2 = _moments(grads, state, b1, b2)
+        state, r1, r2 = _update_moments(grads, state, b1, b2)
 
         def direction(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _direction(at_least_float32(m), at_least_float32(v), r1, r2, eps).to(m.dtype)
+            return _update_direction(at_least_float32(m), at_least_float32(v), r1, r2, eps).to(m.dtype)
 
         return tree.elementwise(direction, state.mu, state.nu), state
 
-    init = partial(_init, policy=policy)
+    init = partial(_init_moments, policy=policy)
     return Optimizer(init, update, exact_on_shards=True, elementwise=None if policy is None else False)
 
 
-def _init(params: Params, policy: Moments | None = None) -> AdamState:
+def _init_moments(params: Params, policy: Moments | None = None) -> AdamState:
     count = torch.zeros((), dtype=torch.int64, device="cpu")
     return AdamState(count, init_moment(params, policy, signed=True), init_moment(params, policy, signed=False))
 
@@ -195,11 +195,11 @@ def _bias_corrections(t: torch.Tensor, b1: Scalar, b2: Scalar) -> tuple[Any, Any
     return 1 / (1 - b1**t), (1 - b2**t).rsqrt()
 
 
-def _direction(m: Any, v: Any, factor: Any, root_factor: Any, eps: Scalar) -> Any:
+def _update_direction(m: Any, v: Any, factor: Any, root_factor: Any, eps: Scalar) -> Any:
     return m * factor / (v.sqrt() * root_factor + eps)
 
 
-def _moments(grads: Updates, state: AdamState, b1: Scalar, b2: Scalar) -> tuple[AdamState, Any, Any]:
+def _update_moments(grads: Updates, state: AdamState, b1: Scalar, b2: Scalar) -> tuple[AdamState, Any, Any]:
     """Return the new state, and the bias corrections."""
     check_moment(state.mu, grads, None)
     count = state.count + 1
@@ -237,7 +237,7 @@ def _update_by_unit(
     def step(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         wide = g.to(m.dtype)
         m, v = _first_moment(wide, m, b1), _second_moment(wide, v, b2)
-        u = _direction(m, v, -rate * r1, r2, eps).to(m.dtype)
+        u = _update_direction(m, v, -rate * r1, r2, eps).to(m.dtype)
         if rest:
             p, is_decayed = rest
             u = u - decay * is_decayed * p

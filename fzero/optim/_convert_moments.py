@@ -55,14 +55,14 @@ def convert_moments(opt_state: OptState, like: OptState) -> OptState:
     others, other_structure = tree.flatten(like, _has_moments)
     if structure != other_structure or [type(x) for x in states] != [type(x) for x in others]:
         raise tree.structure_error(opt_state, like, names=("opt_state", "like"))
-    return tree.unflatten(structure, [_convert(x, y) for x, y in zip(states, others, strict=True)])
+    return tree.unflatten(structure, [_convert_state(x, y) for x, y in zip(states, others, strict=True)])
 
 
 def _has_moments(x: Any) -> bool:
     return is_box(x) or type(x) in _MOMENTS
 
 
-def _convert(state: Any, like: Any) -> Any:
+def _convert_state(state: Any, like: Any) -> Any:
     fields = _MOMENTS.get(type(state), {})
     new = {name: _convert_moment(getattr(state, name), getattr(like, name), sign) for name, sign in fields.items()}
     return state._replace(**new) if new else state
@@ -72,7 +72,7 @@ def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
     """Return a moment in the kind of `like`: widened, rounded or both."""
     actual, expected = kind_of(moment), kind_of(like)
     if actual is not None:
-        if actual == expected and _shapes(moment[1]) == _shapes(like[1]):
+        if actual == expected and _scale_shapes(moment[1]) == _scale_shapes(like[1]):
             return moment  # a second rounding would lose more
 
         def widen(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -84,6 +84,6 @@ def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
     return moment
 
 
-def _shapes(numbers: Tree) -> list[Any]:
+def _scale_shapes(numbers: Tree) -> list[Any]:
     """Return the shapes of a moment's scales, or of its leaves in full precision: they say how it is stored."""
     return [None if x is None else x.shape for x in tree.flatten(numbers, is_box)[0]]

@@ -41,7 +41,7 @@ def scale(factor: Scalar) -> Optimizer:
     """
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        return _times(grads, factor), state
+        return _multiply_updates(grads, factor), state
 
     return Optimizer(lambda params: (), update, exact_on_shards=True)
 
@@ -72,7 +72,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
     def update(
         grads: Updates, state: ScaleByScheduleState, params: Params | None = None
     ) -> tuple[Updates, ScaleByScheduleState]:
-        return _times(grads, schedule(state.count)), ScaleByScheduleState(state.count + 1)
+        return _multiply_updates(grads, schedule(state.count)), ScaleByScheduleState(state.count + 1)
 
     return Optimizer(init, update, exact_on_shards=True)
 
@@ -122,7 +122,7 @@ def set_to_zero() -> Optimizer:
     return Optimizer(lambda params: (), update, exact_on_shards=True)
 
 
-def _times(grads: Updates, factor: Scalar) -> Updates:
+def _multiply_updates(grads: Updates, factor: Scalar) -> Updates:
     return tree.elementwise(lambda g: (g * factor).to(g.dtype), grads)
 
 

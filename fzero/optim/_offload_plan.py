@@ -197,8 +197,8 @@ class OffloadPlan:
         if spec_id in self.spec_ids:
             return self.spec_ids[spec_id]
         # a unit that only the state has gets the average share of the parameters
-        total = sum([_weight(x) for x in self.host_shares])
-        host = sum([share * _weight(x) for x, share in self.host_shares.items()])
+        total = sum([_count_elements(x) for x in self.host_shares])
+        host = sum([share * _count_elements(x) for x, share in self.host_shares.items()])
         return _with_share(spec_id, Fraction(host, total) if total else Fraction(0))
 
     def has_host_params(self, params: Tree | None) -> bool:
@@ -233,7 +233,7 @@ def _host_text(spec_id: int) -> str:
     return f"{host_numel(spec_id)} elements ({float(spec_of(spec_id).host):.4g} of them)"
 
 
-def _weight(spec_id: int) -> int:
+def _count_elements(spec_id: int) -> int:
     """Count a unit's elements on all ranks: the count is the same on any mesh."""
     return traced_spec(spec_id).numel * traced_spec(spec_id).split_ranks
 
@@ -339,11 +339,11 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
 def _host_shares(spec_ids: Sequence[int], ratio: Ratio) -> dict[int, Fraction]:
     if callable(ratio):
         return {spec_id: _share_by_rule(spec_id, ratio) for spec_id in spec_ids}
-    remaining = _to_fraction(ratio) * sum([_weight(spec_id) for spec_id in spec_ids])
+    remaining = _to_fraction(ratio) * sum([_count_elements(spec_id) for spec_id in spec_ids])
     shares: dict[int, Fraction] = {}
     for spec_id in spec_ids[::-1]:
-        elements = min(remaining, Fraction(_weight(spec_id)))
-        shares[spec_id] = elements / max(_weight(spec_id), 1)
+        elements = min(remaining, Fraction(_count_elements(spec_id)))
+        shares[spec_id] = elements / max(_count_elements(spec_id), 1)
         remaining -= elements
     return {spec_id: shares[spec_id] for spec_id in spec_ids}
 

@@ -78,7 +78,7 @@ def warmup_linear(peak: float, warmup_steps: int, total_steps: int, end: float =
         >>> [schedule(torch.tensor(t)).item() for t in (0, 5, 10, 20, 30, 99)]
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    return _warmup(peak, warmup_steps, total_steps, lambda progress: peak + (end - peak) * progress)
+    return _warm_up_to(peak, warmup_steps, total_steps, lambda progress: peak + (end - peak) * progress)
 
 
 @api_boundary
@@ -99,7 +99,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         >>> [round(schedule(torch.tensor(t)).item(), 3) for t in (0, 5, 10, 20, 30, 99)]
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    return _warmup(
+    return _warm_up_to(
         peak,
         warmup_steps,
         total_steps,
@@ -107,7 +107,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     )
 
 
-def _warmup(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) -> Schedule:
+def _warm_up_to(peak: float, warmup_steps: int, total_steps: int, fall: Schedule) -> Schedule:
     """Rise linearly to `peak`, then follow `fall`, which maps progress from 0 to 1 to a rate."""
     _check_numbers(peak=peak, warmup_steps=warmup_steps, total_steps=total_steps)
     if 0 < warmup_steps < 1:

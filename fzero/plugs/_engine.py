@@ -84,7 +84,7 @@ class Engine:
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
         arguments = self.params, self.opt_state, self.buffers, self.other_tensors
         if self._jitted_step is not None:
-            new = self._jitted_step(*arguments, local, _tensors(rates))
+            new = self._jitted_step(*arguments, local, _rate_tensors(rates))
             self.params, self.opt_state, self.buffers, self.metrics = new
             return self.metrics
         grads, self.buffers, metrics = self._make_program(self._loop_step.accumulate)(*arguments, local)
@@ -124,7 +124,7 @@ class Engine:
 
     def update(self, grads: Any, rates: Sequence[float]) -> None:
         """Update the parameters by gradients, the sum of those of a step's micro-batches."""
-        self.params, self.opt_state = self._sharded_update(self.params, self.opt_state, grads, _tensors(rates))
+        self.params, self.opt_state = self._sharded_update(self.params, self.opt_state, grads, _rate_tensors(rates))
 
     @property
     def optimizer_groups(self) -> ParamGroups:
@@ -206,7 +206,7 @@ class Engine:
         return optim.convert_masters(params, opt_state, policy)
 
 
-def _tensors(rates: Sequence[float]) -> list[torch.Tensor]:
+def _rate_tensors(rates: Sequence[float]) -> list[torch.Tensor]:
     return [torch.tensor(rate, dtype=torch.float64, device="cpu") for rate in rates]
 
 

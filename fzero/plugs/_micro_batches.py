@@ -30,7 +30,7 @@ def stack(batches: Sequence[dict[str, Any]], together: bool) -> list[MicroBatch]
     Raises:
         TypeError: if a value mixes tensors with others.
     """
-    split = [_split(batch) for batch in batches]
+    split = [_split_constants(batch) for batch in batches]
     alike = all(_batch_signature(x) == _batch_signature(split[0]) for x in split)
     groups = [split] if together and alike else [[x] for x in split]
     return [
@@ -39,7 +39,7 @@ def stack(batches: Sequence[dict[str, Any]], together: bool) -> list[MicroBatch]
     ]
 
 
-def _split(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_constants(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors, constants = {}, {}
     for name, value in batch.items():
         are_tensors = [isinstance(x, torch.Tensor) for x in tree.flatten(value)[0]]

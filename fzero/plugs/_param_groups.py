@@ -92,7 +92,7 @@ def param_groups(opt: torch.optim.Optimizer, model: torch.nn.Module, source: str
     _check_optimizer(opt, names, source)
     groups = [_group_names(opt, i, names, source) for i in range(len(opt.param_groups))]
     _check_complete(groups, names, source)
-    return ParamGroups(type(opt).__name__, tuple(groups), _hyperparams(opt, source))
+    return ParamGroups(type(opt).__name__, tuple(groups), _group_hyperparams(opt, source))
 
 
 def _check_optimizer(opt: torch.optim.Optimizer, names: Mapping[int, str], source: str) -> None:
@@ -134,7 +134,7 @@ def _check_complete(groups: Sequence[Sequence[str]], names: Mapping[int, str], s
         )
 
 
-def _hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[_Group, ...]:
+def _group_hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[_Group, ...]:
     """Return the hyperparameters of each group but for the rates, which are alike but for the weight decay."""
     hyperparams = [{k: group[k] for k in opt.defaults if k != "lr"} for group in opt.param_groups]
     for i, group in enumerate(hyperparams):
@@ -188,7 +188,7 @@ def _base_of(kind: str, group: _Group) -> _Base:
     return optim.chain(make(1.0, **hyperparams, **undecayed), optim.scale(-1.0)), is_coupled
 
 
-def _translates(kind: str) -> bool:
+def _has_counterpart(kind: str) -> bool:
     """Return whether a torch optimizer with its own defaults has a counterpart."""
     parameters = inspect.signature(getattr(torch.optim, kind)).parameters.values()
     try:
@@ -198,5 +198,5 @@ def _translates(kind: str) -> bool:
     return base.elementwise is not False  # groups are masks, and a leaf of another group is seen as zeros
 
 
-_OPTIMIZERS = tuple([kind for kind in optim.torch_equivalents() if _translates(kind)])
+_OPTIMIZERS = tuple([kind for kind in optim.torch_equivalents() if _has_counterpart(kind)])
 """The classes of torch.optim whose groups fzero trains with: each elementwise one whose options fzero.optim has."""

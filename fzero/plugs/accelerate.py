@@ -152,7 +152,7 @@ def shard_loop(
         ),
     )
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: engine.save(os.path.join(folder, _FOLDER)))
-    accelerator.register_load_state_pre_hook(lambda models, folder: _load(engine, os.path.join(folder, _FOLDER)))
+    accelerator.register_load_state_pre_hook(lambda models, folder: _load_engine(engine, os.path.join(folder, _FOLDER)))
     return Step(accelerator, engine, accelerator.prepare_optimizer(optimizer), precision)
 
 
@@ -214,7 +214,7 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
         )
 
 
-def _load(engine: Engine, folder: str) -> None:
+def _load_engine(engine: Engine, folder: str) -> None:
     if not os.path.isdir(folder):
         raise ValueError(
             f"load_state: {os.path.dirname(folder)!r} has no folder {_FOLDER!r}, so no sharded step saved its state "

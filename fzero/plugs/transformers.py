@@ -95,7 +95,7 @@ def shard_trainer(
     sharded_class = type(kind.__name__, bases, {"__module__": kind.__module__})
     sharded = object.__new__(sharded_class)
     vars(sharded).update(vars(trainer))
-    _start(sharded, stage, mesh, backend)
+    _put_on_mesh(sharded, stage, mesh, backend)
     return sharded
 
 
@@ -128,7 +128,7 @@ class _Sharding:
     grads: Any = None  # the sum of the gradients of an eager step that is not complete
 
 
-def _start(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend | None) -> None:
+def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Backend | None) -> None:
     """Put the model, other models among the trainer's attributes, and the optimizer on the mesh."""
     model: Any = trainer.model
     remat = disable_checkpointing(trainer)

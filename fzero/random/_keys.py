@@ -40,7 +40,7 @@ def _shift_right(z: torch.Tensor, by: int) -> torch.Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def _mix(x: torch.Tensor, number: int | torch.Tensor, second: torch.Tensor | int = 0) -> torch.Tensor:
+def _mix_number(x: torch.Tensor, number: int | torch.Tensor, second: torch.Tensor | int = 0) -> torch.Tensor:
     """Mix all bits of `x` and a number; `second` is added half-way.
 
     SplitMix64 adds x and number * GOLDEN. But the number may be the counter of a compiled loop, and C++ assumes that
@@ -84,7 +84,7 @@ def key(seed: int) -> torch.Tensor:
     """
     if not is_int(seed):
         raise TypeError(f"seed={seed!r}: expected an int; for a key of a key see fzero.random.fold_in")
-    return _mix(torch.tensor(_SECOND, device="cpu"), _to_int64(seed))
+    return _mix_number(torch.tensor(_SECOND, device="cpu"), _to_int64(seed))
 
 
 @api_boundary
@@ -115,7 +115,9 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     if not is_integer:
         text = format_tensor(data.dtype, data.shape) if isinstance(data, torch.Tensor) else repr(data)
         raise TypeError(f"data is {text}: expected an int, or an integer tensor of shape []")
-    return _mix(key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _to_int64(data))
+    return _mix_number(
+        key + _FOLD, data.to(key.device, torch.int64) if isinstance(data, torch.Tensor) else _to_int64(data)
+    )
 
 
 @api_boundary
@@ -141,7 +143,7 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
     """
     check_key(key)
     check_int("num", num, 0, "a number of keys")
-    return _mix(key + _SPLIT, torch.arange(num, device=key.device))
+    return _mix_number(key + _SPLIT, torch.arange(num, device=key.device))
 
 
 def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> torch.Tensor:
@@ -154,9 +156,9 @@ def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | N
 def bits_at(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Draw the 64 random bits of some elements: int64, those of `bits` at these places of its flat result."""
     # The key enters twice: else two keys that differ in few bits would give the same numbers in another order.
-    return _mix(key, counter, second=_mix(key + _SECOND, 0))
+    return _mix_number(key, counter, second=_mix_number(key + _SECOND, 0))
 
 
 def mix_bits(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Mix the bits of two int64 tensors: random bits, int64, that depend on nothing else."""
-    return _mix(x, place)
+    return _mix_number(x, place)

@@ -110,7 +110,7 @@ class _DrawsByKey(TorchFunctionMode):
     def __init__(self, key: torch.Tensor) -> None:
         super().__init__()
         self.key, self.count, self.function = key, 0, ""
-        self.axes, self.maps = axis_names(), _vmaps()
+        self.axes, self.maps = axis_names(), _vmap_names()
 
     def next_key(self) -> torch.Tensor:
         """Return the key of the next draw; an error where ranks or samples would all get the same numbers."""
@@ -119,7 +119,7 @@ class _DrawsByKey(TorchFunctionMode):
                 f"fzero.random.seeded: the function runs a rank program over {list(axis_names())}, whose ranks would "
                 "all draw the same numbers: call seeded(f)(key, ...) inside the rank program, or inside the step"
             )
-        if set(_vmaps()[len(self.maps) :]) - {"Same"}:
+        if set(_vmap_names()[len(self.maps) :]) - {"Same"}:
             raise RuntimeError(
                 "fzero.random.seeded: a vmap inside draws random numbers. Pass randomness='same' to vmap if all "
                 "samples may draw the same numbers; else map another seeded function over fzero.random.split(key, n)"
@@ -144,7 +144,7 @@ class _DrawsByKey(TorchFunctionMode):
             self.function = before
 
 
-def _vmaps() -> list[str]:
+def _vmap_names() -> list[str]:
     return [] if torch.compiler.is_dynamo_compiling() else vmaps()  # Dynamo does not see them
 
 

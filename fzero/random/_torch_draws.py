@@ -52,7 +52,7 @@ def _set_requires_grad(x: torch.Tensor, requires_grad: bool = False, **_: Any) -
     return x.requires_grad_() if requires_grad else x
 
 
-def _shape(size: tuple[Any, ...]) -> list[int]:
+def _size_list(size: tuple[Any, ...]) -> list[int]:
     return list(size[0] if len(size) == 1 and not isinstance(size[0], int | torch.SymInt) else size)
 
 
@@ -63,7 +63,7 @@ def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         has_size = bool(size) or "size" in options  # torch names the mistake of a call without
         if out is not None or not has_size or _dtype_or_default(dtype) not in _draws.BITS:
             return NotImplemented
-        x = f(draw(), _shape(size or (options["size"],)), _dtype_or_default(dtype), _device_or_default(device))
+        x = f(draw(), _size_list(size or (options["size"],)), _dtype_or_default(dtype), _device_or_default(device))
         return _set_requires_grad(x, **options)
 
     return make
@@ -82,13 +82,13 @@ def factory_like_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 def randint(draw: _Draw, *args: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if out is not None:
         return NotImplemented
-    low, high = _bounds([x for x in args if isinstance(x, int)], **options)
+    low, high = _integer_bounds([x for x in args if isinstance(x, int)], **options)
     size = options["size"] if "size" in options else args[-1]
     x = _draws.randint(draw(), low, high, size, _device_or_default(device))
     return _set_requires_grad(x.to(dtype or torch.int64), **options)
 
 
-def _bounds(numbers: Sequence[int], low: int = 0, high: int | None = None, **_: Any) -> tuple[int, int]:
+def _integer_bounds(numbers: Sequence[int], low: int = 0, high: int | None = None, **_: Any) -> tuple[int, int]:
     """Return the bounds of integers: of the arguments by position, and those by name."""
     *lows, high = numbers if high is None else (*numbers, high)
     return lows[0] if lows else low, high
@@ -99,7 +99,7 @@ def randint_like(
 ) -> Any:
     if any(isinstance(a, torch.Tensor) for a in [*args, *options.values()]):
         return NotImplemented
-    low, high = _bounds(args, **options)
+    low, high = _integer_bounds(args, **options)
     return _set_requires_grad(
         _draws.randint(draw(), low, high, x.shape, device or x.device).to(dtype or x.dtype), **options
     )
@@ -179,10 +179,10 @@ def feature_dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool = True) 
     """Drop whole features: for x [n, c, ...], each [...] as one."""
     if not train or not p:
         return x
-    return _draws.apply_mask(x, _draws.keep_mask(draw(), p, _features(x), x.device), p)
+    return _draws.apply_mask(x, _draws.keep_mask(draw(), p, _feature_sizes(x), x.device), p)
 
 
-def _features(x: torch.Tensor) -> list[int]:
+def _feature_sizes(x: torch.Tensor) -> list[int]:
     return [*x.shape[:2], *[1] * (x.ndim - 2)]
 
 
@@ -196,7 +196,7 @@ def alpha_dropout(draw: _Draw, x: torch.Tensor, p: float, train: bool = True, fe
     """
     if not train or not p:
         return x
-    mask = _draws.keep_mask(draw(), p, _features(x) if feature else x.shape, x.device)
+    mask = _draws.keep_mask(draw(), p, _feature_sizes(x) if feature else x.shape, x.device)
     if p == 1:
         return torch.where(mask, x, 0.0)
     a = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))

@@ -69,16 +69,16 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     It reads the tensor once, and needs memory for a few rows, for any size, strides and dtype. It depends on bits, so
     a nan equals itself, and 0.0 differs from -0.0.
     """
-    words = _fold(x.detach())
+    words = _checksum_rows(x.detach())
     hashes = torch.arange(len(words), device=x.device).mul_(2).add_(1).mul_(_CHECKSUM_SALT)
     weights = hashes.bitwise_xor_(hashes >> 32).bitwise_or_(1)  # an odd weight for each word
     return weights.mul_(words).sum()
 
 
-def _fold(x: torch.Tensor) -> torch.Tensor:
+def _checksum_rows(x: torch.Tensor) -> torch.Tensor:
     """Return the int32 sum of rows of words, each multiplied by `_CHECKSUM_FACTOR` to a power by its index."""
     total = torch.empty(0, dtype=torch.int32, device=x.device)
-    for i, row in enumerate(_rows(x)):
+    for i, row in enumerate(_word_rows(x)):
         if i == 0:
             total = row
             continue
@@ -89,7 +89,7 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def _word_rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor's bytes as int32 words, one row at a time."""
     is_aligned = x.nbytes % 4 == x.storage_offset() * x.element_size() % 4 == 0
     if is_aligned and x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
@@ -97,10 +97,10 @@ def _rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     size = 4 * _BLOCK_WORDS // x.element_size()
     for start in range(0, x.numel(), size):
-        yield _words(slice_elements(x, start, min(start + size, x.numel())))
+        yield _as_words(slice_elements(x, start, min(start + size, x.numel())))
 
 
-def _words(x: torch.Tensor) -> torch.Tensor:
+def _as_words(x: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a row `[n]` as int32 words; the last word is padded with zeros."""
     x = x.resolve_conj().resolve_neg()
     # torch calls a tensor of at most one element contiguous whatever its stride is

@@ -91,7 +91,9 @@ def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int 
     shape = tuple([(name, max(ranks // fixed, 1) if size == -1 else size) for name, size in axes.items()])
     product = math.prod([size for _, size in shape])
     if world is not None and product != world:
-        raise ValueError(f"{_axes_text(axes)}, but the world has {_processes(world)}: {_advice(axes, world, product)}")
+        raise ValueError(
+            f"{_axes_text(axes)}, but the world has {_format_processes(world)}: {_shape_advice(axes, world, product)}"
+        )
     if simulated_ranks is not None and world is None and product != simulated_ranks:
         raise ValueError(
             f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by {fixed}; "
@@ -100,7 +102,7 @@ def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int 
     return shape
 
 
-def _advice(axes: Mapping[str, int], world: int, product: int) -> str:
+def _shape_advice(axes: Mapping[str, int], world: int, product: int) -> str:
     fixed = math.prod([size for size in axes.values() if size != -1])
     if -1 in axes.values():
         return f"{world} is not divisible by {fixed}; pass sizes whose product divides {world}"
@@ -108,7 +110,7 @@ def _advice(axes: Mapping[str, int], world: int, product: int) -> str:
     return f"launch with torchrun --nproc-per-node {product}, or pass {next(iter(axes))}=-1 for {rest}"
 
 
-def _processes(world: int) -> str:
+def _format_processes(world: int) -> str:
     return f"{world} process{'es' * (world != 1)}"
 
 

@@ -75,7 +75,7 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
             store.set(f"{world}/alive", str(now))
             sign_at = now + patience / _SIGNS_OF_LIFE
         for rank in absent:
-            _answer(store, rank, world, answered)
+            _answer_hello(store, rank, world, answered)
         left, now = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])], time.monotonic()
         absent, came_at = left, came_at if len(left) == len(absent) else now
         if absent and now > min(start + timeout, came_at + patience):
@@ -94,7 +94,7 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     return world
 
 
-def _answer(store: Any, rank: int, world: str, answered: dict[int, bytes]) -> None:
+def _answer_hello(store: Any, rank: int, world: str, answered: dict[int, bytes]) -> None:
     """Answer a rank's hello, if it is new. A dead rank may have sent it, and never reads the answer."""
     if store.check([f"fzero/hello/{rank}"]):
         hello = store.get(f"fzero/hello/{rank}")

@@ -158,7 +158,7 @@ class Spmd:
             out = self._call(bound, joint, tree.unflatten(structure, values))
             return (*tree.flatten_with_paths(out), axes_of(out, self.mesh.axis_names))
 
-        return _combine(self.mesh, lockstep.run(self.mesh.shape, run_rank))
+        return _combine_ranks(self.mesh, lockstep.run(self.mesh.shape, run_rank))
 
 
 def _is_vmap_error(error: RuntimeError, mesh: "Mesh") -> bool:
@@ -244,7 +244,7 @@ def _rank_value(x: Any, axes: _Names, bound: tuple[Axis, ...], copies: dict[Any,
     return x[row].clone() if isinstance(x, torch.Tensor) else x
 
 
-def _combine(mesh: "Mesh", results: list[Any]) -> Any:
+def _combine_ranks(mesh: "Mesh", results: list[Any]) -> Any:
     """Combine the ranks' results: values that differ by rank are stacked, and all other values must be equal."""
     paths, leaves, structure, axes = results[0]
     for r, (_, _, other, other_axes) in enumerate(results):
@@ -260,7 +260,7 @@ def _combine(mesh: "Mesh", results: list[Any]) -> Any:
             row = tuple([c for c, name in zip(mesh.coordinates(r), mesh.axis_names, strict=True) if name in a])
             first, y = rows.setdefault(row, (r, result[1][i]))
             if not lockstep.are_equal(y, result[1][i]):
-                how = f": ranks {first} and {r} have {_difference(y, result[1][i])}"
+                how = f": ranks {first} and {r} have {_show_difference(y, result[1][i])}"
                 raise DiffersByRankError(differs_message(path, a, how), result_path=path)
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
@@ -273,7 +273,7 @@ def _combine(mesh: "Mesh", results: list[Any]) -> Any:
     return tree.unflatten(structure, out)
 
 
-def _difference(x: Any, y: Any) -> str:
+def _show_difference(x: Any, y: Any) -> str:
     """Show how two values differ, by the first elements that differ."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or tree.show(x) != tree.show(y):
         return f"{tree.show(x)} and {tree.show(y)}"

@@ -59,7 +59,7 @@ class _Box:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         box = next((x for x in tree.flatten([args, kwargs], is_box)[0] if isinstance(x, cls)), None)
-        _refuse(box, f"torch's {getattr(func, '__name__', func)}")
+        _refuse_use(box, f"torch's {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
         if name != "donated":
@@ -75,13 +75,13 @@ def _check_not_donated(box: Any) -> None:
         raise DonatedError(donated_message(box.donated))
 
 
-def _refuse(box: Any, user: str) -> Any:
+def _refuse_use(box: Any, user: str) -> Any:
     _check_not_donated(box)
     raise TypeError(f"{user} was given {box!r}, which is a box and not a tensor; {type(box).hint}")
 
 
 def _refused_operator(name: str) -> Any:
-    return lambda self, *args: _refuse(self, f"the operator {name}")
+    return lambda self, *args: _refuse_use(self, f"the operator {name}")
 
 
 # torch treats a TypeError of __torch_function__ as "not implemented" and tries the other operand: so operators refuse

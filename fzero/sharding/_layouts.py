@@ -69,7 +69,7 @@ def layouts(values: Tree) -> Layouts:
         if isinstance(x, Shard):
             spec = x.spec
             axes = ", ".join([f"{name}={size}" for name, size in spec.sharded_over]) or "no axis"
-            parts = "".join([f", {_split(s, spec.paths[0])}" for s in spec.split])
+            parts = "".join([f", {_describe_split(s, spec.paths[0])}" for s in spec.split])
             host = sum([p.stop - p.start for p in spec.pieces if p.space == "host"])
             layout = f"unit {spec.unit!r} over {axes}{parts}: {spec.shard_numel} of {spec.numel} elements"
             layout += f", {host} of them on the host" if host else ""
@@ -84,7 +84,7 @@ def layouts(values: Tree) -> Layouts:
     return Layouts(tuple(leaves))
 
 
-def _split(s: Split, path: str) -> str:
+def _describe_split(s: Split, path: str) -> str:
     """Describe what each rank holds along an axis: a part of each leaf, or the leaves of one item of a list."""
     item = item_of(path, "", s.stacked) if s.stacked else None
     if item is None:

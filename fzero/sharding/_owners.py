@@ -152,7 +152,7 @@ def assignment_of(assignment_id: int) -> OwnerAssignment:
     return _ASSIGNMENTS.value(assignment_id)
 
 
-def _concatenate(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
+def _concatenate_and_pad(parts: Sequence[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
     """Concatenate tensors along the last dimension, and pad the result with zeros up to a size."""
     padding = size - sum(x.shape[-1] for x in parts)
     zeros = [like.new_zeros((*like.shape[:-1], padding))] if padding or not parts else []
@@ -164,7 +164,7 @@ def _shards_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> lis
     rows = []
     for part in assignment.ranges[rank]:
         ranges = [xs[assignment.matrices[p.matrix].unit].narrow(-1, p.start, p.size) for p in part]
-        rows.append(_concatenate(ranges, assignment.part_numel, xs[0]))
+        rows.append(_concatenate_and_pad(ranges, assignment.part_numel, xs[0]))
     return [torch.stack(rows, dim=-2)]
 
 
@@ -185,7 +185,7 @@ def _parts_to_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> lis
                 parts.append(buffer.new_zeros((*buffer.shape[:-2], start - end)))
             parts.append(buffer.select(-2, owner).narrow(-1, offset, size))
             end = start + size
-        shards.append(_concatenate(parts, k, buffer.select(-2, 0)))
+        shards.append(_concatenate_and_pad(parts, k, buffer.select(-2, 0)))
     return shards
 
 
@@ -199,7 +199,8 @@ def _parts_to_matrices(assignment: OwnerAssignment, rank: int, xs: Tensors) -> l
     stacks = []
     for (rows, columns, _), stack in zip(assignment.stacks, assignment.owner_stacks[rank], strict=True):
         flat = [
-            _concatenate([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0)) for i in stack
+            _concatenate_and_pad([] if i is None else received.get(i, []), rows * columns, buffer.select(-2, 0))
+            for i in stack
         ]
         stacks.append(torch.stack(flat, dim=-2).unflatten(-1, (rows, columns)))
     return stacks
@@ -225,14 +226,14 @@ def _matrices_to_parts(assignment: OwnerAssignment, rank: int, xs: Tensors) -> l
         for p in parts[rank]:
             ranges.append(flat[p.matrix].narrow(-1, offsets[p.matrix], p.size))
             offsets[p.matrix] += p.size
-        rows.append(_concatenate(ranges, assignment.used_numel, like))
+        rows.append(_concatenate_and_pad(ranges, assignment.used_numel, like))
     unused = [
         matrices.select(-3, row).flatten(-2).narrow(-1, 0, 1)
         for matrices, stack in zip(xs, assignment.owner_stacks[rank], strict=True)
         for row, i in enumerate(stack)
         if i is None
     ]
-    end = _concatenate(unused, assignment.part_numel - assignment.used_numel, like)
+    end = _concatenate_and_pad(unused, assignment.part_numel - assignment.used_numel, like)
     return [torch.stack([torch.cat([row, end], dim=-1) for row in rows], dim=-2)]
 
 

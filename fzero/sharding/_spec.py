@@ -306,7 +306,7 @@ def with_host_share(spec_id: int, part: int, of: int = 1) -> int:
 
 
 @assume_constant_result
-def _constant(spec_id: int) -> _TracedSpec:
+def _trace_constant(spec_id: int) -> _TracedSpec:
     return spec_of(spec_id).traced
 
 
@@ -316,7 +316,7 @@ def traced_spec(spec_id: int) -> _TracedSpec:
     Dynamo cannot trace `spec_of`: it looks into a table that grows, and a `Spec` computes its properties when they are
     read. Dynamo calls this function as it traces, and takes the plain values as constants.
     """
-    return _constant(spec_id + 0)  # Dynamo: + 0 makes a lazy constant a constant
+    return _trace_constant(spec_id + 0)  # Dynamo: + 0 makes a lazy constant a constant
 
 
 def unit_axes(spec_id: int) -> tuple[Axis, ...]:

@@ -184,7 +184,7 @@ class Argument:
 
     def build(self, leaves: list[Tensors]) -> Any:
         """Build the loss function's argument from the leaves of each group."""
-        return self._like([group.inputs(xs) for group, xs in zip(self.groups, leaves, strict=True)])
+        return self._with_values([group.inputs(xs) for group, xs in zip(self.groups, leaves, strict=True)])
 
     def as_invariant(self) -> "Argument":
         """Return the argument with the ranks' copies of each group as one differentiable input."""
@@ -195,9 +195,9 @@ class Argument:
 
         If nothing else holds a gradient, it is freed before the next group's gradient is reduced.
         """
-        return self._like([group.reduce(list(islice(gradients, len(group.variables)))) for group in self.groups])
+        return self._with_values([group.reduce(list(islice(gradients, len(group.variables)))) for group in self.groups])
 
-    def _like(self, values: list[Any]) -> Any:
+    def _with_values(self, values: list[Any]) -> Any:
         entries = list(self.entries)
         for group, value in zip(self.groups, values, strict=True):
             replace_unit(entries, group.members, value)
@@ -242,7 +242,7 @@ def _reduce_spec_id(spec_id: int, precision: Precision | None) -> int:
     return spec_id if precision is None else with_cast(spec_id, *precision.gradients(traced_spec(spec_id).dtype))
 
 
-def _rounding(dtype: torch.dtype, precision: Precision | None) -> CodecKey | None:
+def _rounding_codec(dtype: torch.dtype, precision: Precision | None) -> CodecKey | None:
     return None if precision is None else precision.gradients(dtype).gather_key
 
 
@@ -273,7 +273,7 @@ def _groups_of_tensors(
                 dtypes=dtypes,
                 copy_axes=(),
                 reduce_spec_id=None,
-                rounding=_rounding(dtype, precision),
+                rounding=_rounding_codec(dtype, precision),
             )
         )
     return groups
@@ -293,7 +293,7 @@ def _group_of_shard(
     copy_axes = [a for a in axes if a.name not in traced_spec(spec_id).varies]
     # the variables have the gradient's dtype, or autograd would cast the gradient to their dtype
     dtype, reduce_spec_id = _grad_dtype(box.data.dtype, precision), _reduce_spec_id(spec_id, precision)
-    key = _rounding(traced_spec(spec_id).dtype, precision)
+    key = _rounding_codec(traced_spec(spec_id).dtype, precision)
     if micro_batches > 1 and traced_spec(spec_id).reduce_grads == "once":
         leaves = list(gather_unit(spec_id, box.data, box.origin))
         dtypes = [dtype] * len(leaves)
@@ -353,7 +353,8 @@ def _groups_of_replicated(
             if isinstance(x, Slot) and x.spec_id == unit.spec_id and not is_box(entries[i])
         ]
         dtypes = [_grad_dtype(x.dtype, precision) for x in unit.leaves]
-        key, spec_id = _rounding(traced_spec(unit.spec_id).dtype, precision), _reduce_spec_id(unit.spec_id, precision)
+        spec_id = _reduce_spec_id(unit.spec_id, precision)
+        key = _rounding_codec(traced_spec(unit.spec_id).dtype, precision)
         groups.append(
             _GradientGroup(
                 members=members,

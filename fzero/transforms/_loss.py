@@ -1,7 +1,7 @@
 """The loss as a function of the variables of all gradient groups."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,32 @@ class LossOfGroups:
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
         """Return the loss of micro-batch j, a function `variables -> (loss, aux)`."""
-        return functools.partial(self._of, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
+        return functools.partial(self._micro_batch_loss, j, [self.batch.part(x, i, j) for i, x in enumerate(self.args)])
 
-    def _of(self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _micro_batch_loss(
+        self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, Any]:
         """Return the loss and the aux of one micro-batch, as a function of the variables of all groups."""
+        args, inputs, anchor = self._build_arguments(j, parts, variables)
+        # a trace detects writes itself
+        versions = {} if is_tracing() else {i: [version_key(x) for x in xs] for i, xs in inputs.items()}
+        loss, aux = (
+            self._compute_invariant(variables, args) if self.invariant_axes else self.loss_and_aux(*args, **self.kwargs)
+        )
+        self._check_not_written(inputs, versions)
+        is_known = not torch.compiler.is_dynamo_compiling() and bool(variables)
+        self.reached.append(loss.requires_grad or not is_known)
+        loss = loss if self.divisor == 1 else loss / self.divisor
+        return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
+
+    def _build_arguments(
+        self, j: int | torch.Tensor, parts: list[Any], variables: list[torch.Tensor]
+    ) -> tuple[list[Any], dict[int, list[torch.Tensor]], torch.Tensor]:
+        """Build the loss's arguments from the variables.
+
+        Returns:
+            The arguments, the leaves of each differentiable one by its position, and the anchor of their fences.
+        """
         args, rest, anchor = list(parts), iter(variables), torch.zeros(0, device="cpu")
         inputs: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.arguments.items():
@@ -67,21 +89,21 @@ class LossOfGroups:
                     xs, anchor = fence(xs, anchor)
                 leaves.append(xs)
             args[i] = self.batch.part(argument.build(leaves), i, j)
-            inputs[i] = [] if is_tracing() else [x for xs in leaves for x in xs]  # a trace detects writes itself
-        versions = {i: [version_key(x) for x in xs] for i, xs in inputs.items()}
-        loss, aux = (
-            self._compute_invariant(variables, args) if self.invariant_axes else self.loss_and_aux(*args, **self.kwargs)
-        )
-        for i, xs in inputs.items():
-            if versions[i] != [version_key(x) for x in xs]:
+            inputs[i] = [x for xs in leaves for x in xs]
+        return args, inputs, anchor
+
+    def _check_not_written(self, inputs: Mapping[int, list[torch.Tensor]], versions: Mapping[int, list[Any]]) -> None:
+        """Check that the leaves of the arguments still have their versions.
+
+        Raises:
+            RuntimeError: if the loss wrote into one.
+        """
+        for i, expected in versions.items():
+            if expected != [version_key(x) for x in inputs[i]]:
                 raise RuntimeError(
                     f"{self.name} wrote into its parameters in place (argument {i}): let it compute new values "
                     "(p = p * mask)"
                 )
-        is_known = not torch.compiler.is_dynamo_compiling() and bool(variables)
-        self.reached.append(loss.requires_grad or not is_known)
-        loss = loss if self.divisor == 1 else loss / self.divisor
-        return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
 
     def _compute_invariant(self, variables: list[torch.Tensor], args: list[Any]) -> tuple[torch.Tensor, Any]:
         """Compute a loss that is one value along some axes; check that no sum over them counts it several times."""

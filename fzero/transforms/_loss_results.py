@@ -22,7 +22,7 @@ def with_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[torch.
 
     def loss_and_aux(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         out = f(*args, **kwargs)
-        loss, aux = _pair(f, out, "(loss, aux)") if has_aux else (out, None)
+        loss, aux = _check_pair(f, out, "(loss, aux)") if has_aux else (out, None)
         return _zero_dimensional(f, loss, "loss"), aux
 
     return loss_and_aux
@@ -36,7 +36,7 @@ def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[t
 
     def total_and_weight(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         out = f(*args, **kwargs)
-        pair, aux = _pair(f, out, "((total, weight), aux)") if has_aux else (out, None)
+        pair, aux = _check_pair(f, out, "((total, weight), aux)") if has_aux else (out, None)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TypeError(
                 f'reduce="weighted": {name_of(f)} must return (total, weight), the sum of its losses and the sum of '
@@ -63,7 +63,7 @@ def describe_result(out: Any) -> str:
     return tree.show(out) if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
 
 
-def _pair(f: Callable[..., Any], out: Any, expected: str) -> tuple[Any, Any]:
+def _check_pair(f: Callable[..., Any], out: Any, expected: str) -> tuple[Any, Any]:
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"has_aux=True: {name_of(f)} must return {expected}, but it returned {describe_result(out)}")
     return out

@@ -39,7 +39,7 @@ def _copy_to_host(tensors: Sequence[torch.Tensor], indices: Collection[int]) -> 
         return [to_host(x) if i in devices else x for i, x in enumerate(tensors)], devices
 
 
-def _reload(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device]) -> list[torch.Tensor]:
+def _reload_tensors(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch.device]) -> list[torch.Tensor]:
     """Copy offloaded tensors back to their devices."""
     return [to_device(x, devices[i]) if i in devices else x for i, x in enumerate(tensors)]
 
@@ -200,7 +200,7 @@ class RematFunction(torch.autograd.Function):
         results: list[Any] = [None] * (ctx.first_input + ctx.num_inputs)
         if outputs and wrt:
             computation = ctx.computation.then(Vjp(ctx.num_inputs, wrt, outputs, ctx.deferred_checks))
-            saved = _reload(ctx.saved_tensors, ctx.devices)
+            saved = _reload_tensors(ctx.saved_tensors, ctx.devices)
             gradients: Any = RematFunction.apply(computation, *saved, *[grads[i] for i in outputs])
             for i, g in zip(wrt, gradients[1:], strict=True):
                 results[ctx.first_input + i] = g

@@ -33,12 +33,12 @@ def _operation_name(op: OpOverload) -> str:
     return op.name().removeprefix("aten::").split(".")[0].rstrip("_")
 
 
-def _draws(op: OpOverload, args: Any, kwargs: Any) -> bool:
+def _draws_random(op: OpOverload, args: Any, kwargs: Any) -> bool:
     """Return whether a call draws random numbers. Attention without dropout draws none, despite its tag."""
-    return torch.Tag.nondeterministic_seeded in op.tags and _argument(op, args, kwargs, "dropout_p") != 0
+    return torch.Tag.nondeterministic_seeded in op.tags and _argument_value(op, args, kwargs, "dropout_p") != 0
 
 
-def _argument(op: OpOverload, args: Any, kwargs: Any, name: str) -> Any:
+def _argument_value(op: OpOverload, args: Any, kwargs: Any, name: str) -> Any:
     """Return the value of an argument in a call: its default if it is omitted, None if the operation has none."""
     for i, a in enumerate(op._schema.arguments):
         if a.name == name:
@@ -118,7 +118,7 @@ class RandomTape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and keep its results if it draws random numbers or the filter says so."""
         kwargs = kwargs or {}
-        drawn = _draws(func, args, kwargs)
+        drawn = _draws_random(func, args, kwargs)
         if self._storages and func._schema.is_mutable:
             self._copy_written(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -168,7 +168,7 @@ class TapeReplayer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the results that the tape has of an operation, or run one that was not kept."""
         kwargs = kwargs or {}
-        if not _draws(func, args, kwargs) and not (
+        if not _draws_random(func, args, kwargs) and not (
             self.save_filter is not None and not func._schema.is_mutable and self.save_filter(func)
         ):
             return func(*args, **kwargs)

@@ -175,10 +175,10 @@ def gather(params: Params) -> Params:
         >>> fzero.mesh(dp=4).spmd(f)({"w": torch.arange(3)})
         {'w': tensor([0, 1, 2])}
     """
-    return map_units(_leaves, params)
+    return map_units(_unit_leaves, params)
 
 
-def _leaves(unit: ShardedUnit) -> tuple[torch.Tensor, ...]:
+def _unit_leaves(unit: ShardedUnit) -> tuple[torch.Tensor, ...]:
     box = shard_to_device(unit.shard)
     return gather_unit(box.spec_id, box.data, box.origin)
 

@@ -175,13 +175,13 @@ def value_and_grad(
     @api_boundary
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         options.check_call(args)
-        opened = _open(args, kwargs, options)
+        opened = _open_boxes(args, kwargs, options)
         loss = _make_loss(loss_and_aux, name_of(f), opened, options)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else without_autocast_cache():
             value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
         if not loss.is_reached and not opened.is_invariant:  # a derivative of the gradient may be of anything
             _report_unreached(loss.name, {i: args[i] for i in options.nums}, opened.axes)
-        value, aux, trees = _reduce(value, aux, gradients, opened, options)
+        value, aux, trees = _reduce_over_ranks(value, aux, gradients, opened, options)
         mark_role(trees, "gradients")
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
@@ -260,7 +260,7 @@ class _Opened:
     is_invariant: bool
 
 
-def _open(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) -> _Opened:
+def _open_boxes(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) -> _Opened:
     """Take the arguments of a call out of their boxes. Those that are not differentiated are gathered with `gather`."""
     axes = in_mesh_order(resolve_axes(options.axis))
     batch = find_micro_batches(args, options.nums, options.batch_argnums, options.micro_batches)
@@ -303,7 +303,7 @@ def _make_loss(
     )
 
 
-def _reduce(
+def _reduce_over_ranks(
     value: torch.Tensor, aux: Any, gradients: list[torch.Tensor], opened: _Opened, options: _GradOptions
 ) -> tuple[torch.Tensor, Any, list[Any]]:
     """Sum the value and the gradients over the ranks. The list of gradients is empty afterwards.
@@ -313,7 +313,7 @@ def _reduce(
     """
     value = psum(value, options.axis)
     value = mark_invariant(value, join_axes(opened.axes)) if opened.is_invariant else value
-    remaining = _drain(gradients)
+    remaining = _pop_items(gradients)
     trees = [argument.reduce(remaining) for argument in opened.arguments.values()]
     return weighted_mean(value, aux, trees, options.axis) if options.reduce == "weighted" else (value, aux, trees)
 
@@ -373,7 +373,7 @@ def _report_unreached(name: str, arguments: dict[int, Any], axes: Sequence[Axis]
         raise ValueError(text)
 
 
-def _drain(values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _pop_items(values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the items of a list in order, and take each out of the list, so that its reader frees it."""
     values.reverse()
     while values:

@@ -48,25 +48,25 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _bytes(text: str) -> float:
+def _parse_bytes(text: str) -> float:
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GB, 74.5GiB or 8e10")
     return float(match[1]) * _UNITS[match[2].upper()]
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in _TIMES:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 45000h, 5min or 30s")
     return float(match[1]) * _TIMES[match[2]]
 
 
-def _links(text: str) -> dict[str, float]:
+def _parse_bandwidths(text: str) -> dict[str, float]:
     pairs = [part.partition("=") for part in text.split(",")]
     if any(not axis or not speed for axis, _, speed in pairs):
         raise argparse.ArgumentTypeError(f"{text!r}: expected axes and bytes a second, such as dp=40GB,ep=300GB")
-    return {axis: _bytes(speed) for axis, _, speed in pairs}
+    return {axis: _parse_bytes(speed) for axis, _, speed in pairs}
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -77,7 +77,7 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return values
 
 
-def _sizes(text: str) -> tuple[int, ...] | str:
+def _parse_sizes(text: str) -> tuple[int, ...] | str:
     if text == AUTO:
         return AUTO
     try:
@@ -92,14 +92,14 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
-def _export(text: str) -> tuple[str, pathlib.Path | None]:
+def _parse_export(text: str) -> tuple[str, pathlib.Path | None]:
     system, _, path = text.partition("=")
     if system not in EXPORTS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(EXPORTS)}, and =FILE to write a file")
     return system, pathlib.Path(path) if path else None
 
 
-def _remat(text: str) -> bool | str:
+def _parse_remat(text: str) -> bool | str:
     if text not in _REMAT:
         raise argparse.ArgumentTypeError(f"{text!r}: expected no, matmuls, every-2 or yes")
     return _REMAT[text]
@@ -117,9 +117,14 @@ _PLAN = {
     ],
     "the machine": [
         _option("--machine", f"of {', '.join(MACHINES)}, calibrated", type=_list_of(str), default=("h100",)),
-        _option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_bytes),
+        _option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_parse_bytes),
         _option("--margin", "the share of --memory that plans do not count; 0.07 on a GPU", type=float),
-        _option("--axis-bandwidths", "bytes a second of collectives along an axis", type=_links, metavar="dp=40GB"),
+        _option(
+            "--axis-bandwidths",
+            "bytes a second of collectives along an axis",
+            type=_parse_bandwidths,
+            metavar="dp=40GB",
+        ),
     ],
     "settings to try": [
         _option("--stages", "ZeRO stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3"),
@@ -127,7 +132,7 @@ _PLAN = {
         _option(
             "--remat",
             "what the backward pass recomputes of each block: nothing, all but matrix products, every second one, all",
-            type=_list_of(_remat),
+            type=_list_of(_parse_remat),
             default=USUAL_REMATS,
             metavar="no,matmuls,every-2,yes",
         ),
@@ -144,9 +149,9 @@ _PLAN = {
         _option(
             "--ep", "ranks that experts are split over; by default 1, and up to 8", type=_list_of(int), metavar="1,8"
         ),
-        _option("--cp", "ranks that share each sequence", type=_sizes, default=(1,), metavar="1,8 or auto"),
-        _option("--tp", "ranks that share each matrix", type=_sizes, default=(1,), metavar="1,8 or auto"),
-        _option("--pp", "ranks along a pipeline", type=_sizes, default=(1,), metavar="1,4 or auto"),
+        _option("--cp", "ranks that share each sequence", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
+        _option("--tp", "ranks that share each matrix", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
+        _option("--pp", "ranks along a pipeline", type=_parse_sizes, default=(1,), metavar="1,4 or auto"),
         _option(
             "--schedule", "pipeline schedules", type=_list_of(str), default=("1f1b",), metavar="1f1b,interleaved:4"
         ),
@@ -175,10 +180,10 @@ _PLAN = {
         _option("--float8", "multiply in float8 within blocks, so scaled", choices=["tensorwise", "rowwise"]),
     ],
     "a long run": [
-        _option("--mtbf", "time between failures of a device: prints goodput", type=_seconds, metavar="45000h"),
-        _option("--save-time", "with --mtbf: how long a save stops the steps", type=_seconds, metavar="5s"),
-        _option("--restart-time", "with --mtbf: from a failure to the next step", type=_seconds, metavar="5min"),
-        _option("--repair-time", "with --mtbf: go on without a lost host so long", type=_seconds, metavar="2h"),
+        _option("--mtbf", "time between failures of a device: prints goodput", type=_parse_seconds, metavar="45000h"),
+        _option("--save-time", "with --mtbf: how long a save stops the steps", type=_parse_seconds, metavar="5s"),
+        _option("--restart-time", "with --mtbf: from a failure to the next step", type=_parse_seconds, metavar="5min"),
+        _option("--repair-time", "with --mtbf: go on without a lost host so long", type=_parse_seconds, metavar="2h"),
         _option("--days", "with --mtbf: the days of the run, by default 30", type=float),
     ],
     "output": [
@@ -189,7 +194,7 @@ _PLAN = {
         _option(
             "--export",
             f"print the best row as the configuration of {', '.join(EXPORTS)}, or write it into a file",
-            type=_export,
+            type=_parse_export,
             action="append",
             default=[],
             metavar="SYSTEM[=FILE]",

@@ -41,8 +41,8 @@ def plan_at(
         return _plan_step(step_args, world_size, hardware, settings)
     if world_size is not None:
         raise ValueError(
-            f"world_size={world_size!r}: make_step({_show(at)}) returned a plan, which is already for one world size: "
-            "plan for this size in make_step, or return (step, *args)"
+            f"world_size={world_size!r}: make_step({_show_coordinates(at)}) returned a plan, which is already for one "
+            "world size: plan for this size in make_step, or return (step, *args)"
         )
     return step_args
 
@@ -65,8 +65,8 @@ def step_at(make_step: MakeStep, at: Any) -> StepArgs | Plan:
     if isinstance(result, tuple):
         type_name = f"({', '.join([type(x).__name__ for x in result])})"
     raise TypeError(
-        f"make_step({_show(at)}) returned {type_name}: expected (step, *args), the arguments of fzero.plan, "
-        f"or a fzero.graph.Plan"
+        f"make_step({_show_coordinates(at)}) returned {type_name}: expected (step, *args), the arguments of "
+        "fzero.plan, or a fzero.graph.Plan"
     )
 
 
@@ -95,7 +95,7 @@ def step_on(
     return step_of_rank(step, *args, world_size=None if same else world_size, hardware=hardware, rank=rank)
 
 
-def _show(at: Any) -> str:
+def _show_coordinates(at: Any) -> str:
     return f"{at:g}" if isinstance(at, Real) else str(at)
 
 

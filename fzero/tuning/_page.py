@@ -40,13 +40,13 @@ def page(cases: Sequence[Case]) -> str:
     Of several cases the reader chooses one, by the values in which they differ.
     """
     frame = importlib.resources.files("fzero.tuning").joinpath("page.html").read_text(encoding="utf-8")
-    fields = {"kinds": KINDS, "limits": LIMITS, "cases": [_fields(case) for case in cases]}
+    fields = {"kinds": KINDS, "limits": LIMITS, "cases": [_case_fields(case) for case in cases]}
     data = json.dumps(fields).replace("</", "<\\/")  # a bare </ would end the script
     models = ", ".join(dict.fromkeys([str(case.choices["model"]) for case in cases]))
     return frame.replace("{{title}}", html.escape(f"fzero plan {models}")).replace("{{data}}", data)
 
 
-def _fields(case: Case) -> dict[str, Any]:
+def _case_fields(case: Case) -> dict[str, Any]:
     """Return what the page shows of a case, as JSON."""
     table = case.table
     best = table.best() if table.fitting else None
@@ -104,7 +104,7 @@ def _over_time(
     rank = step_on(step_args, row.config.world, hardware, {"pp": row.rank} if row.config.pp > 1 else 0)
     if row.settings is not None:
         rank = rank._replace(step=rank.step.with_options(schedule_options=ScheduleOptions.of(row.settings)))
-    return _live_bytes(rank.plan()), _streams(rank.timeline())
+    return _live_bytes(rank.plan()), _stream_shares(rank.timeline())
 
 
 def _live_bytes(plan: Plan) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _live_bytes(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _streams(intervals: Sequence[Interval]) -> dict[str, Any]:
+def _stream_shares(intervals: Sequence[Interval]) -> dict[str, Any]:
     """Divide a step into equal times, and return the share of each that a stream is busy, by what bounds it."""
     seconds = sum([x.seconds for x in intervals if x.stream == "compute"])
     width = seconds / _MAX_POINTS

@@ -35,7 +35,7 @@ def _policy_options(c: Configuration) -> str:
     return shard + "".join([f", {name}=fzero.codecs.{kind}()" for name, kind in kinds if kind is not None])
 
 
-def _rules(c: Configuration) -> list[str]:
+def _split_rules(c: Configuration) -> list[str]:
     """List the rules that split leaves over "tp" and "ep"."""
     return [
         *(["fzero.parallel.tensor.split_rule(dims)"] if c.tp > 1 else []),
@@ -60,7 +60,7 @@ _CONTEXT = [
 
 def _model_lines(c: Configuration) -> list[str]:
     """Write the lines about blocks, tensor parallelism and the pipeline."""
-    rules, save = _rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
+    rules, save = _split_rules(c), "" if c.remat is True else f", save={_quote(c.remat)}"
     lines = [*[_CHUNKED_LOSS] * c.chunked_loss, *_float8_lines(c), *(_CONTEXT if c.cp > 1 else [])]
     if c.tp > 1:
         lines += [
@@ -75,7 +75,7 @@ def _model_lines(c: Configuration) -> list[str]:
     more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
     more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
     more += f", remat={_quote(c.remat)}" if c.remat else ""
-    more += f", split={_join(rules)}" if rules else ""
+    more += f", split={_join_arguments(rules)}" if rules else ""
     return [
         *lines,
         "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
@@ -112,9 +112,9 @@ def _grad_options(c: Configuration) -> str:
 def _shard_lines(c: Configuration) -> list[str]:
     """Write the lines of the mesh, and of the step on it."""
     sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
-    rules = _rules(c)
-    split = "loss_fn.split" if c.pp > 1 else _join(rules)
-    axis = f", axis={_join([*map(_quote, c.mean)])}" if max(c.cp, c.tp, c.pp) > 1 else ""
+    rules = _split_rules(c)
+    split = "loss_fn.split" if c.pp > 1 else _join_arguments(rules)
+    axis = f", axis={_join_arguments([*map(_quote, c.mean)])}" if max(c.cp, c.tp, c.pp) > 1 else ""
     more = axis + (f", split={split}" if split else "")
     if not more:
         return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
@@ -124,7 +124,7 @@ def _shard_lines(c: Configuration) -> list[str]:
     ]
     if c.pp > 1:
         lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")
-    data = _join([*map(_quote, c.sample_axes)])
+    data = _join_arguments([*map(_quote, c.sample_axes)])
     split = (
         f"fzero.parallel.context.split(mesh, batch, batch_axis={data})" if c.cp > 1 else f"mesh.split(batch, {data})"
     )
@@ -135,7 +135,7 @@ def _quote(word: object) -> str:
     return f'"{word}"' if isinstance(word, str) else str(word)
 
 
-def _join(words: list[str]) -> str:
+def _join_arguments(words: list[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return f"({', '.join(words)})"

@@ -417,7 +417,7 @@ def _check_micro_batches(options: TuneOptions, parallel_dims: Sequence[_Parallel
             local = options.global_batch // ranks
             raise ValueError(
                 f"micro_batches={tuple(options.micro_batches)}: {m} does not divide the {local} samples of a rank, "
-                f"which are global_batch={options.global_batch} over {ranks} ranks; {_divisors(local)} do"
+                f"which are global_batch={options.global_batch} over {ranks} ranks; {_show_divisors(local)} do"
             )
 
 
@@ -444,6 +444,6 @@ def _check_values(word: str, values: Any, allows: Any, expected: str) -> None:
         raise ValueError(f"{word}={tuple(values)}: a value occurs twice; leave one out")
 
 
-def _divisors(n: int) -> str:
+def _show_divisors(n: int) -> str:
     divisors = [str(d) for d in range(1, n + 1) if n % d == 0]
     return ", ".join(divisors if len(divisors) < 9 else [*divisors[:8], "..."])

@@ -23,17 +23,17 @@ def case_arguments(args: argparse.Namespace) -> list[argparse.Namespace]:
     Raises:
         ValueError: if several models are not all models by name.
     """
-    return [argparse.Namespace(**{**vars(args), **values}) for values in _combinations(args)]
+    return [argparse.Namespace(**{**vars(args), **values}) for values in _argument_combinations(args)]
 
 
-def _combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    models = _models(args.model)
+def _argument_combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    models = _parse_models(args.model)
     lists = [getattr(args, name) or (None,) for name in _SIZES]
     for model, *values in itertools.product(models, *lists):
         yield {"model": model, **dict(zip(_SIZES, values, strict=True))}
 
 
-def _models(text: str | None) -> tuple[str | None, ...]:
+def _parse_models(text: str | None) -> tuple[str | None, ...]:
     names = (text or "").split(",")
     if len(names) == 1 or pathlib.Path(text or "").exists():
         return (text,)

@@ -53,7 +53,7 @@ def width_of(table: "ConfigurationTable", least: int) -> int:
     from rich.measure import Measurement
 
     console = Console(width=10_000)
-    return max(Measurement.get(console, console.options, _rows(table)).maximum, least)
+    return max(Measurement.get(console, console.options, _rich_table(table)).maximum, least)
 
 
 def render(table: "ConfigurationTable") -> Any:
@@ -63,7 +63,7 @@ def render(table: "ConfigurationTable") -> Any:
 
     best = str(table.best()) if table.fitting else "nothing fits; best() shows what would need less memory"
     rules = [f"rule {verdict}" for verdict in table.rules()]
-    return Group(Text(headline(table)), _rows(table), Text("\n".join([best, *rules, *notes(table)])))
+    return Group(Text(headline(table)), _rich_table(table), Text("\n".join([best, *rules, *notes(table)])))
 
 
 def headline(table: "ConfigurationTable") -> str:
@@ -109,7 +109,7 @@ def _notes_on_unplanned(table: "ConfigurationTable") -> list[str]:
     return [*lines, f"left out: {len(left)} that may be faster, since no more rows were asked for; {least}"]
 
 
-def _rows(table: "ConfigurationTable") -> Any:
+def _rich_table(table: "ConfigurationTable") -> Any:
     """Return the rows as a table of rich: those that fit, the fastest first, then those that are too large."""
     from rich.table import Table as RichTable
 

@@ -207,7 +207,7 @@ class ConfigurationTable(FigureReport):
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: the records that `to_csv` writes."""
-        return [_record(row, self.budget, self._select_settings) for row in [*self.fitting, *self.too_large]]
+        return [_row_record(row, self.budget, self._select_settings) for row in [*self.fitting, *self.too_large]]
 
     @property
     def _select_settings(self) -> _SettingsFilter:
@@ -269,7 +269,7 @@ def _largest_kind(row: TableRow) -> str:
     return f"{format_bytes(size)} of {kind}"
 
 
-def _record(row: TableRow, budget: float, select: _SettingsFilter) -> dict[str, Any]:
+def _row_record(row: TableRow, budget: float, select: _SettingsFilter) -> dict[str, Any]:
     return {
         **select(asdict(row.config)),
         "peak_bytes": row.peak_bytes,

@@ -73,7 +73,7 @@ def verdicts(best: TableRow, fitting: Sequence[TableRow], devices_per_host: int)
     for rule in _RULES:
         expected = rule.expected(context)
         if expected:
-            results.append(Verdict(rule.text, expected[0] is best, _reason(best, expected[0])))
+            results.append(Verdict(rule.text, expected[0] is best, _explain_choice(best, expected[0])))
     return results
 
 
@@ -82,7 +82,7 @@ def _with_unit_batch(config: Configuration) -> Configuration:
     return replace(config, micro_batch=1, accumulation=1)
 
 
-def _peers(context: _RuleContext, *names: str) -> list[TableRow]:
+def _comparable_rows(context: _RuleContext, *names: str) -> list[TableRow]:
     """List the rows that fit and differ from the best in these fields alone. The best row is among them."""
 
     def rest(row: TableRow) -> Configuration:
@@ -98,39 +98,39 @@ def _settings_first(context: _RuleContext) -> list[TableRow] | None:
     return [r for r in context.fitting if _with_unit_batch(r.config) == _with_unit_batch(first.config)]
 
 
-def _accumulation(context: _RuleContext) -> list[TableRow] | None:
+def _by_accumulation(context: _RuleContext) -> list[TableRow] | None:
     """Reach the global batch by accumulation at the smallest micro-batch."""
-    rows = _peers(context, "micro_batch", "accumulation")
+    rows = _comparable_rows(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: r.config.micro_batch) if len(rows) > 1 else None
 
 
 def _micro_batch(context: _RuleContext) -> list[TableRow] | None:
     """Raise the micro-batch as far as it fits."""
-    rows = _peers(context, "micro_batch", "accumulation")
+    rows = _comparable_rows(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: -r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _stage(context: _RuleContext) -> list[TableRow] | None:
+def _by_stage(context: _RuleContext) -> list[TableRow] | None:
     """Take the lowest stage that fits."""
-    rows = _peers(context, "stage")
+    rows = _comparable_rows(context, "stage")
     return sorted(rows, key=lambda r: r.config.stage) if len(rows) > 1 else None
 
 
-def _remat(context: _RuleContext) -> list[TableRow] | None:
+def _by_remat(context: _RuleContext) -> list[TableRow] | None:
     """Recompute no more than memory requires."""
-    rows = _peers(context, "remat")
+    rows = _comparable_rows(context, "remat")
     return sorted(rows, key=lambda r: REMATS.index(r.config.remat)) if len(rows) > 1 else None
 
 
-def _offload(context: _RuleContext) -> list[TableRow] | None:
+def _by_offload(context: _RuleContext) -> list[TableRow] | None:
     """Keep as much state on the device as fits."""
-    rows = _peers(context, "offload")
+    rows = _comparable_rows(context, "offload")
     return sorted(rows, key=lambda r: r.config.offload) if len(rows) > 1 else None
 
 
-def _experts(context: _RuleContext) -> list[TableRow] | None:
+def _by_experts(context: _RuleContext) -> list[TableRow] | None:
     """Split experts over the ranks of a machine, and not over more."""
-    rows = _peers(context, "ep")
+    rows = _comparable_rows(context, "ep")
     if len(rows) < 2:
         return None
     return sorted(rows, key=lambda r: (r.config.ep > context.devices_per_host, -r.config.ep))
@@ -138,7 +138,7 @@ def _experts(context: _RuleContext) -> list[TableRow] | None:
 
 def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
     """Spread a model over as few ranks as can hold it, and use the rest for data parallelism."""
-    rows = _peers(context, *_PARALLEL_FIELDS)
+    rows = _comparable_rows(context, *_PARALLEL_FIELDS)
     if len({_ranks_of_model(r) for r in rows}) < 2:
         return None
     return sorted(rows, key=lambda r: (_ranks_of_model(r), *_tp_sort_key(context, r)))
@@ -146,13 +146,15 @@ def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
 
 def _machine_first(context: _RuleContext) -> list[TableRow] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
-    rows = [r for r in _peers(context, *_PARALLEL_FIELDS) if _ranks_of_model(r) == _ranks_of_model(context.best)]
+    rows = [
+        r for r in _comparable_rows(context, *_PARALLEL_FIELDS) if _ranks_of_model(r) == _ranks_of_model(context.best)
+    ]
     return sorted(rows, key=lambda r: _tp_sort_key(context, r)) if len({r.config.tp for r in rows}) > 1 else None
 
 
 def _pipeline_fill(context: _RuleContext) -> list[TableRow] | None:
     """Split the batch into enough micro-batches to fill the pipeline most of the time, and not into more."""
-    rows = _peers(context, "micro_batch", "accumulation")
+    rows = _comparable_rows(context, "micro_batch", "accumulation")
     if context.best.config.pp == 1 or len(rows) < 2:
         return None
     enough = _MICRO_BATCHES_PER_RANK * context.best.config.pp
@@ -176,19 +178,19 @@ def _tp_sort_key(context: _RuleContext, row: TableRow) -> tuple[bool, int]:
 # in the order in which experts apply them
 _RULES = (
     _ConfigurationRule("choose all else at the smallest micro-batch of the search", _settings_first),
-    _ConfigurationRule("the lowest stage that fits", _stage),
-    _ConfigurationRule("no more remat than memory requires", _remat),
-    _ConfigurationRule("no more offload than memory requires", _offload),
-    _ConfigurationRule("experts split over the devices of one machine at most", _experts),
+    _ConfigurationRule("the lowest stage that fits", _by_stage),
+    _ConfigurationRule("no more remat than memory requires", _by_remat),
+    _ConfigurationRule("no more offload than memory requires", _by_offload),
+    _ConfigurationRule("experts split over the devices of one machine at most", _by_experts),
     _ConfigurationRule("a model over as few ranks, tp times pp, as can hold it", _model_ranks),
     _ConfigurationRule("tensor parallelism within a machine, pipelines across machines", _machine_first),
     _ConfigurationRule(f"{_MICRO_BATCHES_PER_RANK} micro-batches for each rank of a pipeline", _pipeline_fill),
-    _ConfigurationRule("then accumulation up to the global batch", _accumulation),
+    _ConfigurationRule("then accumulation up to the global batch", _by_accumulation),
     _ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
 )
 
 
-def _reason(best: TableRow, choice: TableRow) -> str:
+def _explain_choice(best: TableRow, choice: TableRow) -> str:
     """Compare the rule's choice with the best row, and explain the difference; "" if they are the same."""
     if choice is best:
         return ""

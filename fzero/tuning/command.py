@@ -47,17 +47,17 @@ def run(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "calibrate":
-            return _calibrate(args)
+            return _run_calibrate(args)
         if args.compare:
             return _print_comparison(args.compare)
         cases = case_arguments(args)
-        return _plan(cases[0]) if len(cases) == 1 else _plan_cases(args, cases)
+        return _run_plan(cases[0]) if len(cases) == 1 else _plan_cases(args, cases)
     except (ValueError, OSError) as error:
         print(f"fzero {args.command}: {error}", file=sys.stderr)
         return 2
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _run_plan(args: argparse.Namespace) -> int:
     """Plan, print the table, the caveats and the lines to paste, and write the files of the options."""
     from rich.console import Console
 
@@ -70,7 +70,7 @@ def _plan(args: argparse.Namespace) -> int:
     console.print(table)
     if table.fitting and what_fails:
         console.print(_goodput_line(args, table, what_fails))
-    estimates = _estimates(shape, args) if shape else []
+    estimates = _estimate_lines(shape, args) if shape else []
     for line in estimates:
         console.print(f"other estimators: {line}", style="dim")
     for line in warnings_of(table):
@@ -79,7 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
         _print_exports(args, case, console)
     elif table.fitting:
         console.print("\n" + recipe(table.best().config), markup=False)
-    _write(args, case)
+    _write_files(args, case)
     if table.fitting:
         return 0
     try:
@@ -257,7 +257,7 @@ def _tune_by_options(
     )
 
 
-def _estimates(shape: ModelShape, args: argparse.Namespace) -> list[str]:
+def _estimate_lines(shape: ModelShape, args: argparse.Namespace) -> list[str]:
     """List the estimates of other tools for the model."""
     params = init(shape, shape.depth)
     largest = max([x.numel() for x in tree.tensors(params)])
@@ -286,7 +286,7 @@ def _print_exports(args: argparse.Namespace, case: Case, console: Any) -> None:
             print(export.text, end="")
 
 
-def _write(args: argparse.Namespace, case: Case) -> None:
+def _write_files(args: argparse.Namespace, case: Case) -> None:
     table = case.table
     if args.json:
         args.json.write_text(table.to_json(), encoding="utf-8")
@@ -300,7 +300,7 @@ def _write(args: argparse.Namespace, case: Case) -> None:
         print(f"wrote {path}", file=sys.stderr)
 
 
-def _calibrate(args: argparse.Namespace) -> int:
+def _run_calibrate(args: argparse.Namespace) -> int:
     """Measure this machine, print each constant with its source, and store them. Of several ranks, rank 0 does so."""
     from rich.console import Console
     from rich.table import Table as RichTable

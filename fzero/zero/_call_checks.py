@@ -418,19 +418,19 @@ def _key_hint(key: str, values: Mapping[str, Any]) -> str:
         return f"is a dict: read [{key!r}]"
     paths = tree.flatten_with_paths(values, is_box)[0]
     if key in paths:
-        return f"is nested: read {_subscripts(values, key.split('.')) or 'it by its parts'}, and not [{key!r}]"
+        return f"is nested: read {_write_subscripts(values, key.split('.')) or 'it by its parts'}, and not [{key!r}]"
     flat = [name for name in values if isinstance(name, str) and name.startswith(f"{key}.")]
     if flat:
         return f"is a flat dict: read [{flat[0]!r}]"
     inner = [parts[: parts.index(key) + 1] for path in paths if key in (parts := path.split("."))]
-    if inner and (subscripts := _subscripts(values, inner[0])):
+    if inner and (subscripts := _write_subscripts(values, inner[0])):
         return f"has {key!r} further down: read {subscripts}"
     names = dict.fromkeys([*values, *[part for path in paths for part in path.split(".")]])
     hint = did_you_mean(key, [name for name in names if name != key], "{!r}")  # a part of a flat name is no key
     return f"has no key {key!r}{hint}" if hint else ""
 
 
-def _subscripts(values: Any, parts: Sequence[str]) -> str:
+def _write_subscripts(values: Any, parts: Sequence[str]) -> str:
     """Write the subscripts that read a part of a tree, numbers for items of lists; "" if they read none."""
     shown = ""
     for part in parts:

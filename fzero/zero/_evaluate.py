@@ -80,17 +80,17 @@ def evaluate(
                 "take both from fzero.data.epoch, or pass the number of examples of the global batch"
             )
         *trees, batch, rows = args
-        out = f(*_full(trees, gather, precision), batch)
+        out = f(*_full_arguments(trees, gather, precision), batch)
         values, weights = out if weighted else (out, None)
-        b = _examples("evaluate", f, values if weights is None else (values, weights))
+        b = _count_examples("evaluate", f, values if weights is None else (values, weights))
         device = tree.tensors(values)[0].device  # the rows are counted on the host
         index = torch.arange(b, device=device) + axis_index(axes, device=device) * b
         is_real = index < rows
         weight = is_real if weights is None else torch.where(is_real, weights, 0)
-        sums = tree.map(lambda x: _sum(torch.where(is_real, x, 0)), values)
-        return psum((sums, _sum(weight)), step.data_axes)
+        sums = tree.map(lambda x: _sum_examples(torch.where(is_real, x, 0)), values)
+        return psum((sums, _sum_examples(weight)), step.data_axes)
 
-    return _program(step, f, totals)
+    return _named_program(step, f, totals)
 
 
 @api_boundary
@@ -138,11 +138,11 @@ def predict(
 
     def gathered_outputs(*args: Any) -> Any:
         *trees, batch = args
-        out = f(*_full(trees, gather, precision), batch)
-        _examples("predict", f, out)
+        out = f(*_full_arguments(trees, gather, precision), batch)
+        _count_examples("predict", f, out)
         return tree.map(lambda x: all_gather_invariant(x, axes), out)
 
-    return _program(step, f, gathered_outputs)
+    return _named_program(step, f, gathered_outputs)
 
 
 def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
@@ -155,17 +155,17 @@ def _example_axes(step: ShardedStep, axis: AxisName) -> tuple[str, ...]:
     return tuple([name for name in step.data_axes if name in axes])
 
 
-def _full(args: list[Any], gather: bool, precision: Precision | None) -> list[Any]:
+def _full_arguments(args: list[Any], gather: bool, precision: Precision | None) -> list[Any]:
     args = tree.map(as_value, args)
     args = args if precision is None else precision.to_param(args)
     return gather_boxes(args) if gather else args
 
 
-def _sum(x: torch.Tensor) -> torch.Tensor:
+def _sum_examples(x: torch.Tensor) -> torch.Tensor:
     return x.sum(dtype=sum_dtype(x.dtype))
 
 
-def _examples(name: str, f: Any, values: Any) -> int:
+def _count_examples(name: str, f: Any, values: Any) -> int:
     """Return the number of a rank's examples, and check that each leaf has one value, or one row, per example."""
     paths, leaves, _ = tree.flatten_with_paths(values)
     if not leaves:
@@ -190,6 +190,6 @@ def _function_name(f: Any) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _program(step: ShardedStep, f: Any, program: Any) -> Callable[..., Any]:
+def _named_program(step: ShardedStep, f: Any, program: Any) -> Callable[..., Any]:
     program.__name__ = _function_name(f)
     return step.program(program)

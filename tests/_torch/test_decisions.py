@@ -59,7 +59,7 @@ def test_operations_that_read_sizes_in_cpp_are_decomposed_to_follow_decisions():
     ],
 )
 def test_a_decision_without_a_formula_is_an_error_that_says_why(f, why, monkeypatch):
-    monkeypatch.setitem(_torch.decisions.__globals__, "_COMPARISONS", 50)
+    monkeypatch.setitem(_torch.decisions.__globals__, "_MAX_COMPARISONS", 50)
     with pytest.raises(_torch.FixedSizeError, match=why):
         _torch.decisions(f, [torch.zeros(20, 8)], [(0, 0)], CPU)
 

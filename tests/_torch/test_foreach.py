@@ -22,7 +22,7 @@ OPTIMIZERS = EACH | {
 def on_accelerator(monkeypatch):
     """Let the CPU count as an accelerator; list the sizes of the groups."""
     sizes: list[int] = []
-    groups = foreach._groups
+    groups = foreach._group_rows
 
     def noted(rows):
         results = list(groups(rows))
@@ -30,7 +30,7 @@ def on_accelerator(monkeypatch):
         return iter(results)
 
     monkeypatch.setattr(foreach, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(foreach, "_groups", noted)
+    monkeypatch.setattr(foreach, "_group_rows", noted)
     return sizes
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim
-from fzero.checkpoint._read_memory import _overlapping
+from fzero.checkpoint._read_memory import _overlapping_indices
 from tests.checkpoint.states import Layout, fill, same_bits, sharded, whole_of
 from tests.helpers import examples
 
@@ -41,7 +41,7 @@ def test_tensors_overlap_if_an_element_has_the_same_address(names):
         }
         expected |= {i} if any(a in first for a in addresses) else set()
         first |= dict.fromkeys(addresses, i)
-    assert _overlapping(views) == expected
+    assert _overlapping_indices(views) == expected
 
 
 def offsets_of(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def offsets_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_expanded_tensor_overlaps_with_itself():
-    assert _overlapping([torch.zeros(3), torch.zeros(1).expand(3), torch.zeros(1).expand(1, 1)]) == {1}
+    assert _overlapping_indices([torch.zeros(3), torch.zeros(1).expand(3), torch.zeros(1).expand(1, 1)]) == {1}
 
 
 @pytest.mark.parametrize("name", ["flat", "rows", "transposed", "every other"])

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import PerRank
 from fzero.collectives._spaces import to_device, to_host
-from fzero.testing import _shapes, world_sizes
+from fzero.testing import _awkward_shapes, world_sizes
 from tests.helpers import examples
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -58,7 +58,7 @@ def test_a_move_of_a_view_takes_the_view_only(name):
 
 
 @examples(10, 20)
-@given(names, _shapes())
+@given(names, _awkward_shapes())
 def test_to_host_and_to_device_are_each_others_transposes(name, shape):
     """This holds for values and for operations: the backward pass of a move is the other move, once."""
     x, y = normal(shape), normal(shape, 1)
@@ -74,7 +74,7 @@ def test_to_host_and_to_device_are_each_others_transposes(name, shape):
 
 
 @examples(10, 20)
-@given(names, _shapes())
+@given(names, _awkward_shapes())
 def test_derivatives_through_a_move_equal_those_without(name, shape):
     """grad, jvp, the gradient of a gradient, per-sample gradients, jvp of grad."""
     f, x, t = MOVES[name], normal((2, *shape)), normal((2, *shape), 1)
@@ -106,7 +106,7 @@ def test_torchs_own_backward_goes_through_moves():
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 @examples(6, 12)
-@given(name=names, n=world_sizes(5), shape=_shapes())
+@given(name=names, n=world_sizes(5), shape=_awkward_shapes())
 def test_each_rank_moves_its_own_tensor(simulate, name, n, shape):
     """It sends nothing between ranks, and its gradient is that of the program without it."""
     X = normal((n, *shape))

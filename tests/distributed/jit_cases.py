@@ -56,7 +56,7 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> N
         return mesh.rank < mesh.size - 1 or calls >= 4
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "start", lambda codes, count, nice: changing.Workers((Unending(),)))
+        patch.setattr(lowering, "start_workers", lambda codes, count, nice: changing.Workers((Unending(),)))
         patch.setattr(changing, "is_compiled", ready)
         patch.setattr(changing, "can_load", lambda code: True)
         patch.setattr(
@@ -71,7 +71,7 @@ def ranks_go_over_to_compiled_code_in_the_same_step(mesh: fzero.ranks.Mesh) -> N
             *eager, _ = step(*eager, batch)
             *fast, _ = jitted(*fast, batch)
             (entry,) = jitted._entries.values()
-            assert (entry.executable.runs.fast is not None) == (calls >= 4), calls
+            assert (entry.executable.function.compiled is not None) == (calls >= 4), calls
         assert_trees_close(fast, eager)
 
 
@@ -112,7 +112,7 @@ def what_one_rank_cannot_compile_for_all_lengths_all_compile_for_each(mesh: fzer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "inductor", lambda gm, stand_ins, made: lambda args: gm.forward(*args))
         patch.setattr(template, "inductor_for_lengths", for_lengths)
-        patch.setattr(lengths, "helpers", lambda cold: 0)
+        patch.setattr(lengths, "worker_count", lambda cold: 0)
         patch.setattr(backends, "is_compiled", lambda code: True)
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=0, mesh=mesh)
         jitted = fzero.jit(step, strict=True)

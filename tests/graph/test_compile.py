@@ -81,7 +81,7 @@ def test_no_two_processes_compile_one_segment_and_each_gets_all():
 
 def test_segments_that_another_process_compiles_are_awaited_last():
     all_codes = codes(3)
-    lock = FileLock(_segment_compiler._file(all_codes[2], "lock"), thread_local=False)
+    lock = FileLock(_segment_compiler._marker_file(all_codes[2], "lock"), thread_local=False)
     lock.acquire()
     threading.Timer(0.2, lock.release).start()
     held = []
@@ -97,7 +97,7 @@ def test_segments_that_another_process_compiles_are_awaited_last():
 def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
     all_codes = codes(2)
     monkeypatch.setattr(_segment_compiler, "_MAX_LOCK_SECONDS", 0.01)
-    with FileLock(_segment_compiler._file(all_codes[0], "lock")):
+    with FileLock(_segment_compiler._marker_file(all_codes[0], "lock")):
         assert len(list(compile_all(all_codes, as_it_is))) == 2
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -338,7 +338,7 @@ def test_only_code_for_the_cpu_waits_for_its_vector_instructions(device, monkeyp
     monkeypatch.setattr(compiler, "_compile_with", lambda *args: None)
     there = threading.Thread(target=lambda: None)
     monkeypatch.setattr(_segment_compiler, "start_import", lambda: there)
-    mode = compiler._mode()
+    mode = compiler._stand_in_mode()
     with mode:
         x = torch.empty(2, device=device)
     compiler._compile(lambda x: (x,), [x], mode)

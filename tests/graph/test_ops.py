@@ -8,7 +8,7 @@ from torch.utils.flop_counter import flop_registry
 
 import fzero.parallel.experts  # noqa: F401  its operations have rows, too
 from fzero._torch import OneNode
-from fzero.graph._trace_agreement import _signatures
+from fzero.graph._trace_agreement import _node_signatures
 from fzero.graph.ir import is_cheap
 from fzero.graph.ir._ops import _OPERATIONS, _OperationTraits, is_factory, is_known_cheap, is_view
 from fzero.graph.passes import recompute, schedule
@@ -129,7 +129,7 @@ def test_the_number_of_a_ranks_gpu_is_no_difference_between_ranks():
         graph = b.done([b(aten.mul.Tensor, b.inputs[0], 2.0)])
         (node,) = [n for n in graph.nodes if n.target is aten.mul.Tensor]
         node.kwargs = {"device": torch.device("cuda", rank)}  # as `aten._to_copy` has it
-        return _signatures(graph)
+        return _node_signatures(graph)
 
     assert moved(0) == moved(1) and "'cuda'" in moved(0)[0]
 
@@ -140,6 +140,6 @@ def test_how_a_rank_cuts_out_its_shard_is_no_difference_between_ranks():
         x, y = b.inputs
         piece = b(aten.slice.Tensor, x, 0, 4 * rank, 4 * rank + 4)
         piece = b(aten.constant_pad_nd.default, piece, [0, 2]) if rank else piece
-        return _signatures(b.done([b(aten.mul.Tensor, piece, y)]))
+        return _node_signatures(b.done([b(aten.mul.Tensor, piece, y)]))
 
     assert cut(0) == cut(1) and len(cut(0)) == 1

@@ -196,7 +196,7 @@ def test_the_trace_agreement_of_ranks_covers_loops():
     """Two steps that differ in the body of a loop are two, and so are two orders of its collectives."""
     orders = [{"prefetch": 0, "in_flight": 0}, {"prefetch": 2, "in_flight": 1}]
     (double, lean), (triple, _), (_, ahead) = rank_of(2.0, **orders[0]), rank_of(3.0), rank_of(2.0, **orders[1])
-    differing = [a for a, b in zip(*map(_trace_agreement._signatures, (double, triple)), strict=True) if a != b]
+    differing = [a for a, b in zip(*map(_trace_agreement._node_signatures, (double, triple)), strict=True) if a != b]
     assert len(differing) > 1 and all("2.0" in a for a in differing)
     assert (
         _trace_agreement._digest_of_order(lean)

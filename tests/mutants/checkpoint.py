@@ -128,12 +128,14 @@ MUTANTS = [
         Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
-        Fault("a value by rank along one axis is read as one of another", "_problems", never("there != here")),
+        Fault("a value by rank along one axis is read as one of another", "_list_problems", never("there != here")),
         Fault("axes of one rank count among those of a value by rank", "_rows_of", dropped("A.size(B) > 1")),
         Fault("a value of all ranks is read only on axes of its names", "_rows_of", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),
         Fault("checksums of pages are not compared", "read_pages", never("A(B) != C.sum(D)"), DAMAGE),
-        Fault("the bytes between leaves are not in the checksum", "_views", becomes("A += B", "A += 0 * B"), DAMAGE),
+        Fault(
+            "the bytes between leaves are not in the checksum", "_page_buffers", becomes("A += B", "A += 0 * B"), DAMAGE
+        ),
         Fault(
             "of two leaves that share bytes in the file only one is loaded",
             "_split_overlapping",
@@ -146,7 +148,9 @@ MUTANTS = [
             before("A(B, C.D, E.D, F)", "[x.zero_() for m in E.memory for x in m.tensors()]"),
         ),
         Fault("a load keeps the value of `like` instead of the loaded value", "_load_files", bare("B.get(C, A)")),
-        Fault("autograd does not see that a load writes into a tensor", "_fill", skipped("A.increment_version(B)")),
+        Fault(
+            "autograd does not see that a load writes into a tensor", "_read_ranges", skipped("A.increment_version(B)")
+        ),
         Fault(
             "ranks may load different leaves",
             "_load_files",
@@ -162,10 +166,14 @@ MUTANTS = [
         ),
         Fault("a box that shares memory is loaded without memory of its own", "materialize", dropped("A not in B")),
         Fault("columns of one matrix count as overlapping memory", "_share_bytes", returns("True", at="2 of 2")),
-        Fault("overlapping memory is found between neighbours only", "_overlapping", becomes("A.append(B)", "A = [B]")),
+        Fault(
+            "overlapping memory is found between neighbours only",
+            "_overlapping_indices",
+            becomes("A.append(B)", "A = [B]"),
+        ),
         Fault(
             "an expanded leaf, whose elements share memory, is not found to overlap",
-            "_overlapping",
+            "_overlapping_indices",
             becomes("A = {B for *C, B in D if E(F[B])}", "A: set[int] = set()"),
         ),
         Fault(
@@ -178,7 +186,7 @@ MUTANTS = [
     *File("checkpoint/layout/_chunks.py", SHARING).faults(
         Fault(
             "contiguous runs of a chunk cover dimensions in which the chunk is narrower",
-            "_common",
+            "_common_runs",
             becomes("A and B == source_shape[A] == C[A]", "A and B == source_shape[A]"),
             CHUNKS,
         ),
@@ -207,7 +215,7 @@ MUTANTS = [
         Fault("plain leaves are not compared between the ranks", "start_save", skipped("A(B, mesh)"), ON_GLOO),
         Fault(
             "the manifest comes before the files",
-            "_SaveRun._write",
+            "_SaveRun._write_files",
             before(
                 "return {A: B(C.D, C.E(A), F(C.G, A), H) for A, H in C.I.items()}",
                 "C.D.put(MANIFEST, Manifest.of(C.channel.nonce, C.G, [File(9, '')] * C.G.ranks).encode())",
@@ -215,7 +223,7 @@ MUTANTS = [
             CRASH,
         ),
         Fault("all saves have the same nonce", "start_save", becomes("secrets.token_hex(8)", "'0' * 16"), CRASH),
-        Fault("files of older saves are not removed", "_SaveRun._tidy", bare("B.remove(A)"), CRASH),
+        Fault("files of older saves are not removed", "_SaveRun._remove_leftovers", bare("B.remove(A)"), CRASH),
         Fault("the free bytes of the disk are not checked", "_check_room", becomes("A < B", "A < 0"), CRASH),
         Fault("a save in the background does not copy the tree first", "start_save", never("background")),
         Fault(
@@ -314,7 +322,11 @@ MUTANTS = [
         ),
     ),
     *File("checkpoint/hf/_write.py", HF).faults(
-        Fault("a folder of Hugging Face is written without a lock", "_reserve", skipped("A.enter_context(B(C, D.E))")),
+        Fault(
+            "a folder of Hugging Face is written without a lock",
+            "_reserve_files",
+            skipped("A.enter_context(B(C, D.E))"),
+        ),
     ),
     *File("checkpoint/_agree.py", ON_GLOO).faults(
         Fault("the trees of the ranks are not compared", "agree", never("A[0] != B[0][0]")),

@@ -33,7 +33,9 @@ MUTANTS = [
             never("A.input is not VARYING"),
             AXES,
         ),
-        Fault("ranks in lockstep receive the same tensor object", "_rendezvous.compute", bare("A.clone()"), STEP),
+        Fault(
+            "ranks in lockstep receive the same tensor object", "_apply_in_lockstep.compute", bare("A.clone()"), STEP
+        ),
     ),
     *File("collectives/_record.py", AXES).faults(
         Fault("record divides by the wrong axis's size", "add", bare("A // B.C")),

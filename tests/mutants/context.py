@@ -99,7 +99,7 @@ MUTANTS = [
     *File("parallel/context/_ring.py", ATTENTION).faults(
         Fault(
             "results of two parts are added without a new scale",
-            "_combine",
+            "_combine_attention",
             bare("A * B.exp().unsqueeze(-1)", at="1 of 2"),
         ),
         Fault(
@@ -164,11 +164,13 @@ MUTANTS = [
         Fault("a model's sinks are left out", "_attend", dropped("sinks=s_aux")),
         Fault("a model's cap is left out", "_attend", dropped("softcap=softcap")),
         Fault(
-            "a window that only masks have is left out", "_window", becomes("A.sliding_window if B else None", "None")
+            "a window that only masks have is left out",
+            "_layer_window",
+            becomes("A.sliding_window if B else None", "None"),
         ),
         Fault(
             "a window without causality is one token too narrow",
-            "_window",
+            "_layer_window",
             becomes("A.sliding_window + 1", "A.sliding_window"),
         ),
         Fault("rotary angles may follow from one rank's tokens", "check_model", never("'dynamic' in A")),

@@ -9,12 +9,16 @@ ON_GLOO = on_processes("training")
 
 MUTANTS = [
     *File("data/_batches.py", DATA).faults(
-        Fault("every epoch has the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")),
-        Fault("every seed gives the same order", "Batches._order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
         Fault(
-            "an epoch that was stopped midway starts from its beginning", "Batches._from", becomes("A != B", "B < 0")
+            "every epoch has the same order", "Batches._epoch_order", becomes("f'{self.seed}/{A}'", "f'{self.seed}'")
         ),
-        Fault("a resumed run starts from batch 0", "Batches._from", becomes("range(A, B)", "range(B - A)")),
+        Fault("every seed gives the same order", "Batches._epoch_order", becomes("f'{self.seed}/{A}'", "f'{A}'")),
+        Fault(
+            "an epoch that was stopped midway starts from its beginning",
+            "Batches._batches_from",
+            becomes("A != B", "B < 0"),
+        ),
+        Fault("a resumed run starts from batch 0", "Batches._batches_from", becomes("range(A, B)", "range(B - A)")),
     ),
     *File("data/_loading.py", DATA).faults(
         Fault(
@@ -57,7 +61,7 @@ MUTANTS = [
             "_choose_best_buckets",
             becomes("(A[:, None] + B).min", "(A[:, None] + B).max"),
         ),
-        Fault("the chances of a batch's length are those of one example", "_chances", bare("A ** B")),
+        Fault("the chances of a batch's length are those of one example", "_bucket_probabilities", bare("A ** B")),
     ),
     *File("data/_epoch.py", DATA).faults(
         Fault("the last batch is not filled up", "epoch", becomes("A + B", "min(A + B, length)")),
@@ -78,7 +82,7 @@ MUTANTS = [
             "evaluate.totals",
             becomes("torch.where(A, weights, 0)", "weights"),
         ),
-        Fault("an evaluation sums in half precision", "_sum", dropped("dtype=A")),
+        Fault("an evaluation sums in half precision", "_sum_examples", dropped("dtype=A")),
     ),
     *File("observe/_metrics.py", METRICS).faults(
         Fault(

@@ -43,6 +43,6 @@ MUTANTS = [
         Fault("an export ignores the dtype that was asked for", "_read_leaves", bare("A.to(B(C, D))")),
     ),
     *File("checkpoint/__main__.py", COMMAND).faults(
-        Fault("verify exits with 0 when a checkpoint is damaged", "_verify", skipped("A += 1")),
+        Fault("verify exits with 0 when a checkpoint is damaged", "_run_verify", skipped("A += 1")),
     ),
 ]

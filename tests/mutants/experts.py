@@ -68,7 +68,7 @@ MUTANTS = [
             (constant(1, 0, at="2 of 4"), constant(0, 1, at="2 of 2")),
         ),
         Fault("combine does not send rows back to their ranks", "combine", becomes("A(B, C(D), ...)", "A(B, (), ...)")),
-        Fault("all sequences of a rank share one set of positions", "_renumber", bare("A + B")),
+        Fault("all sequences of a rank share one set of positions", "_number_in_batch", bare("A + B")),
         Fault("combine accepts gates of a wrong shape", "combine", never("A.shape != (B, C, D)"), INPUT),
     ),
     *File("parallel/experts/_sum_rows.py", POSITIONS).faults(
@@ -123,7 +123,7 @@ MUTANTS = [
         ),
         Fault("rows behind the last expert's are not masked", "_mm", constant(0, 1, at="2 of 4")),
         Fault("the gradient's matrices are not transposed", "_GroupedProduct.backward", bare("A.mT", at="1 of 2")),
-        Fault("a kernel is used for a leaf that is not aligned", "_align", always("A and is_aligned"), LAYER),
+        Fault("a kernel is used for a leaf that is not aligned", "_align_strides", always("A and is_aligned"), LAYER),
         Fault("the flops of a grouped product include the padding", "_count_flops", becomes("2 * A", "2 * x[0]")),
         Fault("a kernel gets a matrix without columns", "_has_kernel", bare("B and A"), BY_HAND),
     ),
@@ -133,7 +133,7 @@ MUTANTS = [
         Fault("the balance loss uses the rank's own means", "balance_loss", bare("pmean(A, axis)"), TRAINING),
         Fault(
             "the share of tokens is divided by k twice",
-            "_shares",
+            "_choice_shares",
             becomes("max(A, 1)", "max(A * routing.experts.shape[-1], 1)"),
         ),
         Fault("load counts the rank's own tokens only", "expert_load", bare("B(A, C)")),
@@ -236,9 +236,9 @@ MUTANTS = [
     *File("optim/clipping/_clip_by_expert.py", CLIP).faults(
         Fault("the norm of an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
         Fault("clip_experts ignores a name that no leaf has", "_clip_experts", never("A and not any(B)")),
-        Fault("the experts of a list are clipped as separate layers", "_layer", becomes("A.isdigit()", "False")),
+        Fault("the experts of a list are clipped as separate layers", "_layer_path", becomes("A.isdigit()", "False")),
         Fault("the norm of an expert is summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
-        Fault("each leaf of an expert is clipped alone", "_layer", returns("path", at="2 of 2")),
+        Fault("each leaf of an expert is clipped alone", "_layer_path", returns("path", at="2 of 2")),
         Fault("a rank counts its experts from 0", "_row_ids", becomes("unit_index(...)", "0")),
     ),
     *File("zero/_call_checks.py", TRAINING).faults(

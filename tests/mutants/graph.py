@@ -93,7 +93,7 @@ MUTANTS = [
         ),
         Fault(
             "an iteration's unfinished reductions end with the iteration",
-            "_completions",
+            "_completed_collectives",
             never("A.op == 'output'"),
             CARRY,
         ),
@@ -204,7 +204,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/ir/_collective_sizes.py", BUCKETS).faults(
-        Fault("a collective's bytes leave out the padding", "_full", never("A(B)"), OVERWRITE),
+        Fault("a collective's bytes leave out the padding", "_full_size", never("A(B)"), OVERWRITE),
     ),
     *File("graph/_candidates.py", RECAST).faults(
         Fault("recast is kept wherever it changes something", "_add_recast", dropped("A.B < C.B")),
@@ -238,26 +238,28 @@ MUTANTS = [
         ),
         Fault(
             "a write into a part of a tensor does not count as a write into the tensor",
-            "_base",
+            "_base_of",
             bare("A or B(C)"),
             LOOPS,
         ),
     ),
     *File("graph/trace/_replace_writes.py", IN_PLACE).faults(
         Fault("writes into views are replaced in place", "_is_fresh", dropped("A[B][0] not in C"), WRITES),
-        Fault("a write of another dtype keeps its dtype", "_replacement", always("A(B) == A(C.meta['val'])"), WRITES),
+        Fault(
+            "a write of another dtype keeps its dtype", "_pure_counterpart", always("A(B) == A(C.meta['val'])"), WRITES
+        ),
         Fault(
             "a value is read as it was before a write",
             "replace_writes",
             (swapped("is not", "is"), becomes("a", "None", at="7 of 8")),
             WRITES,
         ),
-        Fault("a write of another size is not refused", "_replacement", never("A(B) != A(C)"), WRITES),
+        Fault("a write of another size is not refused", "_pure_counterpart", never("A(B) != A(C)"), WRITES),
     ),
     *File("graph/trace/_trace.py", CASTS).faults(
         Fault("a value of another trace is not refused", "_check_constants", never("A.op == 'get_attr'"), IN_PLACE),
         Fault("numbers that a loss makes count as captured tensors", "_lift_constants", bare("B(C, D) or A"), LOOPS),
-        Fault("0.0 and -0.0 become one constant", "_literal", becomes("repr(A.tolist())", "A.sum().item()"), LOOPS),
+        Fault("0.0 and -0.0 become one constant", "_literal_key", becomes("repr(A.tolist())", "A.sum().item()"), LOOPS),
         Fault(
             "a cast and its cast back are not removed",
             "_erase_round_trips",
@@ -317,7 +319,7 @@ MUTANTS = [
             "_digest_of_order",
             becomes("names = A", "names: list[str] = []"),
         ),
-        Fault("loop bodies are not compared between the ranks", "_signatures", dropped("*A(B.C, D)"), LOOP_PLANS),
+        Fault("loop bodies are not compared between the ranks", "_node_signatures", dropped("*A(B.C, D)"), LOOP_PLANS),
     ),
     *File("graph/trace/_call_arguments.py", JIT).faults(
         Fault(
@@ -380,7 +382,10 @@ MUTANTS = [
         Fault("sums of a loop start at 1", "_add_initial_sum", becomes("-0.0", "1.0")),
         Fault("sums of a loop start at 0.0, not at -0.0", "_add_initial_sum", becomes("-0.0", "0.0")),
         Fault(
-            "a value that changes by iteration is moved out of the loop", "_hoist", never("A not in B and C"), UNROLLED
+            "a value that changes by iteration is moved out of the loop",
+            "_hoist_slices",
+            never("A not in B and C"),
+            UNROLLED,
         ),
         Fault(
             "a value that depends on the first micro-batch counts as equal in all",
@@ -420,7 +425,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/planning/_views.py", PLAN).faults(
-        Fault("a summary lists each block on a line of its own", "_fold", constant(1, 99)),
+        Fault("a summary lists each block on a line of its own", "_fold_names", constant(1, 99)),
         Fault("a summary counts one iteration's collectives", "_group_lines", bare("A * B.times"), LOOP_PLANS),
     ),
     *File("transforms/_accumulate.py", UNROLLED).faults(
@@ -429,7 +434,7 @@ MUTANTS = [
     *File("graph/_polynomials.py", LENGTHS).faults(
         Fault(
             "a size that grows with the square of the length is not fitted",
-            "_fit",
+            "_fit_polynomial",
             skipped("A += B if C % D ** 2 == 0 else []"),
         ),
     ),
@@ -469,7 +474,9 @@ MUTANTS = [
     *File("graph/_any_length.py", ANY_LENGTH).faults(
         Fault("a branch that a new length takes otherwise is not checked", "AnyLength.entry", never("not self.A(B)")),
         Fault(
-            "tensors captured at different lengths need not be equal", "_formula", never("not all(A(B, C) for C in D)")
+            "tensors captured at different lengths need not be equal",
+            "_formula_of_calls",
+            never("not all(A(B, C) for C in D)"),
         ),
         Fault("arguments with other strides use the code of the first strides", "AnyLength.entry", never("sizes != A")),
         Fault(
@@ -486,7 +493,9 @@ MUTANTS = [
         Fault("a path with the length in its name is kept", "_TracedCall.structure", dropped("A.B", at="4 of 4")),
     ),
     *File("graph/_length_formula.py", ANY_LENGTH).faults(
-        Fault("stand-ins keep the sizes of the first length", "_rewrite", becomes("A.get(id(val), val)", "val")),
-        Fault("flops are those of the first length", "_rewrite", skipped("A.meta.pop('flops', None)")),
+        Fault(
+            "stand-ins keep the sizes of the first length", "_copy_with_numbers", becomes("A.get(id(val), val)", "val")
+        ),
+        Fault("flops are those of the first length", "_copy_with_numbers", skipped("A.meta.pop('flops', None)")),
     ),
 ]

@@ -16,7 +16,7 @@ MUTANTS = [
         ),
         Fault(
             "two different values of a tied leaf are accepted",
-            "_fill",
+            "_read_leaves",
             becomes("not A(B, C[D], E)", "False and not A(B, C[D], E)"),
         ),
     ),
@@ -28,7 +28,7 @@ MUTANTS = [
         ),
     ),
     *File("checkpoint/hf/_stored_tensors.py", HF).faults(
-        Fault("the offset of a file's data leaves out the header", "_entry", becomes("A + start", "start")),
+        Fault("the offset of a file's data leaves out the header", "_read_entry", becomes("A + start", "start")),
         Fault(
             "an index may name files outside its folder", "_read_weight_map", never("any(A in B for A in '/\\\\\\x00')")
         ),
@@ -44,6 +44,6 @@ MUTANTS = [
             becomes("A(B, lambda: C(D, E, F, G), H)", "C(D, E, F, G)"),
             PROCESSES,
         ),
-        Fault("an index of an older model is not refused", "_commit", never("set(A) & set(B)")),
+        Fault("an index of an older model is not refused", "_rename_files", never("set(A) & set(B)")),
     ),
 ]

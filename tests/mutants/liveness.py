@@ -14,24 +14,34 @@ RELEASE = ("tests/_torch/test_release.py",)
 
 MUTANTS = [
     *File("_liveness/_failure_detector.py", DETECTOR).faults(
-        Fault("a heartbeat that stops is ignored", "FailureDetector._lost", never("silent > limit")),
-        Fault("a slow rank is called lost", "FailureDetector._hanging", becomes("all(p.idle > A for p in B)", "True")),
-        Fault("ranks that hang are not told", "FailureDetector._hanging", never("all(p.idle > A for p in B)")),
-        Fault("ranks that are all idle are told late", "FailureDetector._hanging", becomes("p.is_known", "False")),
-        Fault("ranks hang where the system does not tell", "FailureDetector._hanging", becomes("p.is_known", "True")),
+        Fault("a heartbeat that stops is ignored", "FailureDetector._find_lost", never("silent > limit")),
         Fault(
-            "a rank that was never heard is not named", "FailureDetector._hanging", dropped("r not in self.activities")
+            "a slow rank is called lost", "FailureDetector._find_hanging", becomes("all(p.idle > A for p in B)", "True")
+        ),
+        Fault("ranks that hang are not told", "FailureDetector._find_hanging", never("all(p.idle > A for p in B)")),
+        Fault("ranks that are all idle are told late", "FailureDetector._find_hanging", becomes("p.is_known", "False")),
+        Fault(
+            "ranks hang where the system does not tell", "FailureDetector._find_hanging", becomes("p.is_known", "True")
+        ),
+        Fault(
+            "a rank that was never heard is not named",
+            "FailureDetector._find_hanging",
+            dropped("r not in self.activities"),
         ),
         Fault("rank 0 is blamed where nothing is heard", "RankZeroDetector.detect", dropped("own.text == FIRST_MESH")),
-        Fault("a rank works without end", "FailureDetector._hanging", never("all(p.seconds > A for p in B)")),
-        Fault("a cut link between two ranks is not told", "FailureDetector._cut", never("any(A for _, seconds in B)")),
-        Fault("a cut link names any of its ends", "FailureDetector._cut", becomes("(ends.count(r), r)", "(0, -r)")),
-        Fault("a stopped rank counts as one that hangs", "FailureDetector._lost", never("p.process != 'stopped'")),
+        Fault("a rank works without end", "FailureDetector._find_hanging", never("all(p.seconds > A for p in B)")),
+        Fault(
+            "a cut link between two ranks is not told", "FailureDetector._find_cut", never("any(A for _, seconds in B)")
+        ),
+        Fault(
+            "a cut link names any of its ends", "FailureDetector._find_cut", becomes("(ends.count(r), r)", "(0, -r)")
+        ),
+        Fault("a stopped rank counts as one that hangs", "FailureDetector._find_lost", never("p.process != 'stopped'")),
         Fault("a beat counts without its echo", "FailureDetector.hear", becomes("rank == 0 or A", "True")),
         Fault("rank 0 is never lost", "RankZeroDetector.detect", never("A and silent > limit")),
         Fault(
             "a rank that ended is lost before it is missed",
-            "FailureDetector._lost",
+            "FailureDetector._find_lost",
             becomes("A or (B and C != 'ended')", "True"),
         ),
         Fault(
@@ -65,7 +75,7 @@ MUTANTS = [
         ),
         Fault(
             "an answer does not end a silence",
-            "ProcessMonitor._silent",
+            "ProcessMonitor._silent_links",
             becomes("since if size == tcp.acknowledged else now", "since"),
         ),
         Fault("a peer that does not read is a sign of work", "_read_connection", becomes("A != _PROBE_TIMER", "True")),

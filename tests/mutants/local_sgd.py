@@ -24,7 +24,7 @@ MUTANTS = [
             "OuterStep.apply_average",
             becomes("torch.lerp(a, B, C)", "torch.lerp(B, a, C)"),
         ),
-        Fault("masters are not averaged", "OuterStep._own", becomes("A if masters is None else B", "A")),
+        Fault("masters are not averaged", "OuterStep._in_anchor_layout", becomes("A if masters is None else B", "A")),
         Fault("masters stay as they were", "_like_masters", becomes("x is not None", "x is None")),
         Fault(
             "an outer momentum is forgotten",

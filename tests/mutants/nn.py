@@ -63,11 +63,13 @@ MUTANTS = [
         ),
     ),
     *File("nn/_matmul_precision.py", ("tests/nn/test_matmul_precision.py",)).faults(
-        Fault("routers multiply in float8", "_default", becomes("A if within else B", "within if within else B")),
-        Fault("heads and input layers multiply in float8", "_default", becomes("A.startswith(B)", "True")),
-        Fault("the last layer without blocks multiplies in float8", "_default", becomes("A[1:-1]", "A[1:]")),
-        Fault("layers of other sizes are chosen", "_default", dropped("_divides(A)")),
-        Fault("transposed weights are not transposed back", "_forward", becomes("A if B else C", "C")),
+        Fault(
+            "routers multiply in float8", "_default_layers", becomes("A if within else B", "within if within else B")
+        ),
+        Fault("heads and input layers multiply in float8", "_default_layers", becomes("A.startswith(B)", "True")),
+        Fault("the last layer without blocks multiplies in float8", "_default_layers", becomes("A[1:-1]", "A[1:]")),
+        Fault("layers of other sizes are chosen", "_default_layers", dropped("_has_multiple_sizes(A)")),
+        Fault("transposed weights are not transposed back", "_forward_linear", becomes("A if B else C", "C")),
         Fault("products forget their scales", "MatmulPrecision.linear", dropped("scaling=A")),
         Fault("a weight that attention only reads is listed", "_linear_layers", skipped("A.discard(B)")),
     ),
@@ -88,12 +90,12 @@ MUTANTS = [
         ),
         Fault("a chunk's labels are those of the first chunk", "_chunk_sums", bare("A - B * C")),
         Fault("the sums of half precision are taken in half precision", "_chunk_sums", bare("at_least_float32(A)")),
-        Fault("logits are not capped again", "_cap", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
+        Fault("logits are not capped again", "_cap_logits", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
         Fault("ranks add their sums without the maximum", "_combine_ranks", becomes("A[0].log() + B", "A[0].log()")),
         Fault("smoothing divides by a rank's classes", "cross_entropy_of_head", becomes("len(A) * B(C)", "len(A)")),
     ),
     *File("nn/_lazy_logits.py", ("tests/nn/test_chunked_loss.py",)).faults(
-        Fault("a head's scale is forgotten", "_LazyLogits._then", becomes("(*A, change)", "A")),
+        Fault("a head's scale is forgotten", "_LazyLogits._with_change", becomes("(*A, change)", "A")),
         Fault("a slice of tokens is forgotten", "_LazyLogits.__getitem__", becomes("self.hidden[A]", "self.hidden")),
         Fault(
             "ignored labels of the model count",

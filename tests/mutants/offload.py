@@ -69,7 +69,7 @@ MUTANTS = [
         ),
         Fault(
             "the share of a unit depends on the number of ranks",
-            "_weight",
+            "_count_elements",
             returns("traced_spec(spec_id).shard_numel"),
             OFFLOAD + SPACES,
         ),
@@ -178,7 +178,7 @@ MUTANTS = [
     *File("optim/wrappers/_loss_scaling.py", OFFLOAD_PARAMS).faults(
         Fault(
             "an overflow does not skip the host's part of an update",
-            "_select",
+            "_select_if_good",
             returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
@@ -198,12 +198,12 @@ MUTANTS = [
         Fault("init fills the host's piece from the shard's start", "_Destination.store", bare("A + B.C")),
     ),
     *File("graph/passes/_recompute.py", SPACES).faults(
-        Fault("recompute repeats a move", "_repeats", dropped("A(B)", at="4 of 5")),
+        Fault("recompute repeats a move", "_is_repeatable", dropped("A(B)", at="4 of 5")),
     ),
     *File("graph/ir/_memory_spaces.py", SPACES).faults(
         Fault(
             "a captured tensor counts as lying on the device",
-            "_spaces",
+            "_node_spaces",
             becomes("A.meta.get('space')", "A.meta.get('space', 'device')"),
         ),
         Fault("an operation on tensors of both memories is accepted", "_space_of_result", dropped("device")),
@@ -227,7 +227,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/_entry.py", SPACES).faults(
-        Fault("host arguments count in the device's memory", "_space", never("A.dim() or B.space == 'host'")),
+        Fault("host arguments count in the device's memory", "_space_label", never("A.dim() or B.space == 'host'")),
     ),
     *File("graph/planning/_live_ranges.py", SPACES).faults(
         Fault("results on the host count in the device's memory", "_unlabeled_ranges", never("A in B.C")),

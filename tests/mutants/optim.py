@@ -34,7 +34,11 @@ MUTANTS = [
         ),
     ),
     *File("optim/_adam.py", ("tests/optim/test_optim.py",)).faults(
-        Fault("Adam's bias correction uses the next step's count", "_moments", becomes("A.count + 1", "A.count + 2")),
+        Fault(
+            "Adam's bias correction uses the next step's count",
+            "_update_moments",
+            becomes("A.count + 1", "A.count + 2"),
+        ),
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * is_decayed")),
     ),
     *File("optim/moments/_eight_bit.py", EIGHT_BIT).faults(
@@ -122,10 +126,10 @@ MUTANTS = [
             REMEDIES,
         ),
         Fault("shapes are not compared", "_have_same_shapes", becomes("A.shape == B.shape", "True")),
-        Fault("pieces of a shard count as another shape", "_shape", becomes("A if rest else B", "first")),
+        Fault("pieces of a shard count as another shape", "_full_shape", becomes("A if rest else B", "first")),
     ),
     *File("optim/_adam.py", ("tests/optim/checks/test_shapes.py",)).faults(
-        Fault("Adam broadcasts a gradient onto its moments", "_moments", skipped("check_moment(A, B, C)")),
+        Fault("Adam broadcasts a gradient onto its moments", "_update_moments", skipped("check_moment(A, B, C)")),
     ),
     *File("optim/matrices/_adafactor.py", ("tests/optim/checks/test_shapes.py",)).faults(
         Fault("Adafactor broadcasts means of another shape", "_check_means", never("A != B")),
@@ -153,7 +157,7 @@ MUTANTS = [
         Fault("on_full_leaves keeps its state full on every rank", "_shard_states", never("A.ndim")),
     ),
     *File("optim/matrices/_muon.py", FULL_LEAVES).faults(
-        Fault("Muon decays no parameter", "_decay", bare("A - rate * B * p")),
+        Fault("Muon decays no parameter", "_subtract_decay", bare("A - rate * B * p")),
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("optim/matrices/_matrix_shards.py", FULL_LEAVES).faults(
@@ -240,7 +244,7 @@ MUTANTS = [
     ),
     *File("optim/wrappers/_loss_scaling.py", LOSS_SCALING).faults(
         Fault("a rank decides alone whether to skip a step", "all_finite", bare("B(A, axes)")),
-        Fault("a skipped step changes the state", "_select", becomes("old", "new")),
+        Fault("a skipped step changes the state", "_select_if_good", becomes("old", "new")),
         Fault(
             "the updates of a skipped step are 0.0, not -0.0",
             "dynamic_loss_scale.update",

@@ -48,7 +48,9 @@ MUTANTS = [
             bare("[*A[-1].all_input_nodes, *A]"),
             FUSED,
         ),
-        Fault("nodes that become ready are not listed at once", "_append", skipped("A += [] if B else C(D, E, F)")),
+        Fault(
+            "nodes that become ready are not listed at once", "_append_node", skipped("A += [] if B else C(D, E, F)")
+        ),
         Fault("updates run at the end of the step", "list_nodes", skipped("A(B, C)", at="1 of 4"), ORDER),
         Fault(
             "an argument is overwritten while a gather reads it",
@@ -81,7 +83,7 @@ MUTANTS = [
             "values that wait for the last gradient are not scheduled late", "node_roles", skipped("A |= B(C, D, A)")
         ),
         Fault("every value that waits is scheduled late", "_waiting_nodes", dropped("A(B, C)")),
-        Fault("late operands count as memory that a value frees", "_grows", dropped("A not in late")),
+        Fault("late operands count as memory that a value frees", "_grows_memory", dropped("A not in late")),
         Fault("0-d values join independent updates", "_connected_parts", dropped("any(A.dim() for A in B(C))")),
         Fault("a cast that was made again is scheduled early", "node_roles", never("A in B.meta")),
     ),
@@ -93,10 +95,12 @@ MUTANTS = [
             (becomes("len(A) != 1", "not A"), bare("(A,)"), becomes("node = A", "node = A[0]")),
         ),
         Fault("recast repeats the cast before its first use", "recast", always("A[B] > A[C]")),
-        Fault("recast repeats a cast to a narrower dtype", "_widens", swapped("<", "!=")),
+        Fault("recast repeats a cast to a narrower dtype", "_only_widens", swapped("<", "!=")),
         Fault("small values are cast again", "recast", dropped("A(*B(C)) < D")),
         Fault("recast repeats the cast of a result", "recast", dropped("any(A.op == 'output' for A in B)")),
-        Fault("recast takes an operation without operands for a cast", "_widens", dropped("not A.all_input_nodes")),
+        Fault(
+            "recast takes an operation without operands for a cast", "_only_widens", dropped("not A.all_input_nodes")
+        ),
         Fault("a repeated cast is not marked to be made late", "recast", becomes("A.meta[B]", "A.meta[B + B]")),
     ),
     *File("graph/passes/scheduling/_schedule.py", ORDER).faults(
@@ -133,7 +137,9 @@ MUTANTS = [
             "_carry_reductions",
             becomes("zip(A, B, strict=False)", "zip(A[-len(B):], B, strict=False)"),
         ),
-        Fault("a reduction whose result others read is carried across iterations", "_chain", bare("len(A) == 1")),
+        Fault(
+            "a reduction whose result others read is carried across iterations", "_follow_chain", bare("len(A) == 1")
+        ),
         Fault(
             "the reductions of the last iteration are not added",
             "_wait_after",
@@ -156,7 +162,7 @@ MUTANTS = [
         Fault(
             "a bucket joins collectives of different process groups", "_can_join", dropped("A.args[1:] == B.args[1:]")
         ),
-        Fault("a bucket grows beyond bucket_bytes", "_groups", becomes("sum(map(A, [*B[-1], C]))", "A(C)")),
+        Fault("a bucket grows beyond bucket_bytes", "_consecutive_groups", becomes("sum(map(A, [*B[-1], C]))", "A(C)")),
         Fault(
             "a bucket joins a collective with one that depends on it",
             "bucket.may_join",
@@ -164,13 +170,15 @@ MUTANTS = [
         ),
         Fault(
             "every member of a bucket gets the first member's result",
-            "_coalesce",
+            "_coalesce_group",
             becomes("i", "0", at="6 of 6"),
             LIVE_RANGES,
         ),
     ),
     *File("graph/passes/_recompute.py", RECOMPUTE).faults(
-        Fault("recompute repeats matrix products", "_repeats", becomes("A and B(C) and not D(C)", "A and not D(C)")),
+        Fault(
+            "recompute repeats matrix products", "_is_repeatable", becomes("A and B(C) and not D(C)", "A and not D(C)")
+        ),
         Fault(
             "an item of a tuple counts as live while another item is",
             "_viewed_value",
@@ -200,8 +208,12 @@ MUTANTS = [
     ),
     *File("graph/passes/_gather_into.py", OVERWRITE).faults(
         Fault("a gather writes into a leaf that is not contiguous", "_have_same_bytes", dropped("dense")),
-        Fault("a gather whose buffer others read writes into leaves", "_writes", bare("B and A")),
-        Fault("every leaf is written at the unit's first element", "_offset", becomes("A(B).C.storage_offset()", "0")),
+        Fault("a gather whose buffer others read writes into leaves", "_list_writes", bare("B and A")),
+        Fault(
+            "every leaf is written at the unit's first element",
+            "_write_offset",
+            becomes("A(B).C.storage_offset()", "0"),
+        ),
     ),
     *File("graph/passes/_overwrite.py", OVERWRITE).faults(
         Fault("a sum overwrites a buffer that others read", "in_place", dropped("A[B] == [C]")),
@@ -221,10 +233,12 @@ MUTANTS = [
             "no unit stays gathered between iterations", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))
         ),
         Fault("units pass between hosts in each iteration", "_only_feeds", becomes("all(A)", "False"), AXIS_ORDER),
-        Fault("the bytes of a unit that stays gathered count twice", "_constants", bare("B.setdefault(C(A, D), A)")),
+        Fault(
+            "the bytes of a unit that stays gathered count twice", "_map_constants", bare("B.setdefault(C(A, D), A)")
+        ),
         Fault(
             "the gather of a value that changes by iteration is moved out of the loop",
-            "_constants",
+            "_map_constants",
             becomes("A[:B.C.D]", "A[:1]"),
         ),
         Fault(

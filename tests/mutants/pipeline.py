@@ -139,7 +139,7 @@ MUTANTS = [
         ),
         Fault(
             "ranks of different pipeline stages compare their graphs",
-            "_agree",
+            "_compare_ranks",
             becomes("A or 'no pipeline'", "'no pipeline'"),
         ),
     ),
@@ -207,7 +207,7 @@ MUTANTS = [
     *File("graph/passes/_hoist.py", PLAN).faults(
         Fault(
             "the gathers of a pipeline's regions are moved out of the loop",
-            "_loops",
+            "_loop_nodes",
             dropped("A.rank_schedule is None"),
         ),
     ),

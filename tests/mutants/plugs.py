@@ -97,7 +97,7 @@ MUTANTS = [
             "shard_loop",
             becomes("loss(A, B) / accelerator.gradient_accumulation_steps", "loss(A, B)"),
         ),
-        Fault("load_state loads no shards", "_load", skipped("engine.load(folder)")),
+        Fault("load_state loads no shards", "_load_engine", skipped("engine.load(folder)")),
     ),
     *File("plugs/_engine.py", ACCELERATE).faults(
         Fault("evaluation runs in full precision", "Engine.call", becomes("self.precision is None", "True")),

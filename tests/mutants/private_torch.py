@@ -35,7 +35,7 @@ MUTANTS = [
         Fault("a copied graph may use a name twice", "copy_nodes", skipped("A._used_names.update(B)")),
     ),
     *File("_torch/memory.py", DONATION).faults(
-        Fault("a reference from C++ to a tensor is not counted", "_holders", bare("A + B._use_count() - 1")),
+        Fault("a reference from C++ to a tensor is not counted", "_count_references", bare("A + B._use_count() - 1")),
         Fault("a view's base that Python holds is not seen", "_keeps_base", dropped("sys.getrefcount(A) <= B()")),
         Fault("a view's base that autograd holds is not seen", "_keeps_base", dropped("A <= B + 1")),
     ),
@@ -68,7 +68,11 @@ MUTANTS = [
             "StandInCache.call",
             becomes("_SHARED[A]", "_SHARED[torch.float32]"),
         ),
-        Fault("a cached stand-in lets its data be read", "_make", becomes("A._allow_unsafe_data_ptr_access", "True")),
+        Fault(
+            "a cached stand-in lets its data be read",
+            "_make_stand_in",
+            becomes("A._allow_unsafe_data_ptr_access", "True"),
+        ),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
         Fault(
@@ -89,18 +93,18 @@ MUTANTS = [
         Fault("an operation meant as one node is recorded as its parts", "OneNode.__call__", never("mode is not None")),
         Fault(
             "a node of the backward pass has the line being run, not its forward line",
-            "_source",
+            "_source_of_call",
             (swapped("==", "!="), becomes("-1", "-2")),
             PLAN,
         ),
     ),
     *File("_torch/memory.py", BUFFERS).faults(
-        Fault("leaves with a gap between them count as a buffer", "_buffer", never("A[B].storage_offset() != C")),
-        Fault("leaves that do not fill their storage count as a buffer", "_buffer", always("fills")),
-        Fault("transposed leaves count as a buffer", "_buffer", dropped("A[B].is_contiguous()")),
+        Fault("leaves with a gap between them count as a buffer", "_buffer_of", never("A[B].storage_offset() != C")),
+        Fault("leaves that do not fill their storage count as a buffer", "_buffer_of", always("fills")),
+        Fault("transposed leaves count as a buffer", "_buffer_of", dropped("A[B].is_contiguous()")),
     ),
     *File("_torch/compiler.py", COMPILE).faults(
-        Fault("Inductor's cache is not used", "_mode", dropped("shape_env=ShapeEnv()")),
+        Fault("Inductor's cache is not used", "_stand_in_mode", dropped("shape_env=ShapeEnv()")),
         Fault(
             "a GPU's code waits for the CPU's vector instructions",
             "_compile",
@@ -158,7 +162,7 @@ MUTANTS = [
         ),
         Fault(
             "the number of comparisons has no limit",
-            "_environment.Limited.evaluate_expr",
+            "_make_environment.Limited.evaluate_expr",
             never("len(self.guards) > A"),
         ),
     ),

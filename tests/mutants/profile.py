@@ -22,7 +22,7 @@ MUTANTS = [
         Fault("torch logs an error that it also raises", "_without_log.keep", returns("'' in record.getMessage()")),
     ),
     *File("_torch/recorder.py", PROFILING).faults(
-        Fault("a node of the backward pass never has its own forward line", "_source", bare("B or A")),
+        Fault("a node of the backward pass never has its own forward line", "_source_of_call", bare("B or A")),
         Fault("a module has the name of its class", "Stacks._name_within", never("A is B", at="2 of 2")),
         Fault("functions within a module are called its modules", "Stacks._names_of", never("isinstance(A, str)")),
         Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),

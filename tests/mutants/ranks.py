@@ -34,7 +34,7 @@ MUTANTS = [
         ),
     ),
     *File("ranks/_rendezvous.py", MEET).faults(
-        Fault("only the first hello is answered", "_answer", becomes("A.get(B) != C", "B not in A")),
+        Fault("only the first hello is answered", "_answer_hello", becomes("A.get(B) != C", "B not in A")),
         Fault(
             "the arrivals of an earlier world count",
             "_as_rank_0",
@@ -68,7 +68,7 @@ MUTANTS = [
     *File("ranks/_spmd.py", STEP).faults(
         Fault(
             "ranks in lockstep do not compare their plain results",
-            "_combine",
+            "_combine_ranks",
             becomes("not A.B(C, D[1][E])", "False and not A.B(C, D[1][E])"),
         ),
     ),

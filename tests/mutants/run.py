@@ -101,14 +101,16 @@ MUTANTS = [
     *File("graph/run/_segment.py", SUBGRAPHS).faults(
         Fault("the factor of a clip is computed again in each loop", "make_segment", dropped("*A(B, C)")),
         Fault("an update reads the narrow parameter, not the master", "make_segment", skipped("A(B)")),
-        Fault("the addition of another parameter's update is dropped", "_rounded", dropped("A[1] is not B[0]")),
+        Fault("the addition of another parameter's update is dropped", "_rounded_operand", dropped("A[1] is not B[0]")),
         Fault("scalars are compiled", "make_segment", never("A >= {*B}")),
         Fault(
             "blocks are compiled once for each place of a layer norm's mean",
             "make_segment",
             becomes("_items_first(A)", "A"),
         ),
-        Fault("an addition with alpha= counts as a rounded master", "_operands", dropped("'alpha' in A.kwargs")),
+        Fault(
+            "an addition with alpha= counts as a rounded master", "_operation_operands", dropped("'alpha' in A.kwargs")
+        ),
     ),
     *File("graph/run/_segment_compiler.py", COMPILE).faults(
         Fault("two processes compile one segment at once", "_segment_lock", constant(False, True)),

@@ -117,7 +117,7 @@ MUTANTS = [
     *File("parallel/schedules/_torch_tables.py", PARSE).faults(
         Fault(
             "one of two overlapped actions is lost",
-            "_actions",
+            "_parse_actions",
             becomes("for A in B if C else D: ...", "for A in B[:1] if C else D: ..."),
         ),
         Fault(

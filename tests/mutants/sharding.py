@@ -59,7 +59,7 @@ MUTANTS = [
         ),
     ),
     *File("_torch/recorder.py", RECORDER).faults(
-        Fault("constants are recorded as data", "_nodes", dropped("A.B is not None")),
+        Fault("constants are recorded as data", "_as_nodes", dropped("A.B is not None")),
         Fault(
             "a constant keeps its value when data is written into it",
             "_forget_constants",

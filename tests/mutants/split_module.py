@@ -48,7 +48,7 @@ MUTANTS = [
     *File("nn/split/_find_blocks.py", SPLIT).faults(
         Fault("blocks with other parameters are stacked", "_check_alike", never("mismatches")),
         Fault("a module with several lists of blocks is not refused", "find_blocks", constant(1, 9)),
-        Fault("a list of blocks of several classes counts as blocks", "_lists", swapped("==", ">=")),
+        Fault("a list of blocks of several classes counts as blocks", "_module_lists", swapped("==", ">=")),
         Fault("a block's parameter may be shared", "check_ownership", never("aliases")),
         Fault("a block's parameter may be frozen", "check_ownership", never("not A.requires_grad")),
         Fault("a router's loss is dropped without an error", "check_ownership", dropped("'output_router_logits'")),

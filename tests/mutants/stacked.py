@@ -83,8 +83,8 @@ MUTANTS = [
     ),
     *File("checkpoint/layout/_manifest.py", CHECKPOINT).faults(
         Fault("every manifest has version 2", "Manifest.text", always("any(A.B for A in C.D)")),
-        Fault("a coordinate beyond the axis is accepted", "_group", becomes("A < B[C]", "A >= 0")),
-        Fault("a copy of no leaf is accepted", "_group", becomes("set(A.B)", "set()")),
+        Fault("a coordinate beyond the axis is accepted", "_make_group", becomes("A < B[C]", "A >= 0")),
+        Fault("a copy of no leaf is accepted", "_make_group", becomes("set(A.B)", "set()")),
         Fault("a leaf with copies only is accepted", "_parse_manifest", dropped("A not in B.C")),
     ),
     *File("checkpoint/layout/_json_values.py", CHECKPOINT).faults(
@@ -151,7 +151,7 @@ MUTANTS = [
         ),
     ),
     *File("sharding/_layouts.py", TOOLS).faults(
-        Fault("a table of layouts leaves out stacked blocks' numbers", "_split", never("A.B")),
+        Fault("a table of layouts leaves out stacked blocks' numbers", "_describe_split", never("A.B")),
     ),
     *File("testing.py", TESTING).faults(
         Fault("assert_equivalent does not unstack parameters", "assert_equivalent.gather_full", always("A is None")),

@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     *File("parallel/tensor/_cross_entropy.py", FUNCTIONS).faults(
         Fault("an unknown target gives a finite loss", "loss_of_sums", becomes("math.nan", "nll")),
-        Fault("each rank subtracts its own maximum", "_sums", bare("B('all_gather', A, C, -1)")),
+        Fault("each rank subtracts its own maximum", "_row_sums", bare("B('all_gather', A, C, -1)")),
         Fault(
             "the mean of logits divides by the rank's part of the vocabulary",
             "cross_entropy",
@@ -93,11 +93,11 @@ MUTANTS = [
         ),
         Fault(
             "every rank has a padding row in its part of an embedding",
-            "Layer._embedding",
+            "Layer._embedding_forward",
             becomes("{'padding_idx': None}", "{}"),
             LAYERS,
         ),
-        Fault("the padding row gets a gradient", "Layer._embedding", bare("A.detach()"), LAYERS),
+        Fault("the padding row gets a gradient", "Layer._embedding_forward", bare("A.detach()"), LAYERS),
         Fault(
             "a layer accepts parameters that are not split", "Layer._check_split", never("A.shape[B.C] != D"), LAYERS
         ),

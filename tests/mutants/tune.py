@@ -73,7 +73,7 @@ MUTANTS = [
     *File("tuning/search/_plan_workers.py", TUNE).faults(
         Fault(
             "a pool of processes is used although a fork cannot differentiate",
-            "_processes",
+            "_process_pool",
             never("A > 1 and not B()"),
             ("tests/tuning/search/test_search.py",),
         ),
@@ -236,11 +236,11 @@ MUTANTS = [
         Fault("a product reaches its rate at any depth", "_product_rate", becomes("A + B.half_depth", "A"), COST),
         Fault(
             "the last wave of tiles counts as full",
-            "_filled",
+            "_filled_share",
             becomes("math.ceil(A / processors)", "A / processors"),
             COST,
         ),
-        Fault("attention is as fast as a product", "_rate", never("'attention' in A(B)"), COST),
+        Fault("attention is as fast as a product", "_operation_rate", never("'attention' in A(B)"), COST),
         Fault("the bias of a product is taken for its factor", "_PRODUCTS", constant(1, 0, at="1 of 2"), COST),
     ),
     *File("tuning/_tune.py", TUNE).faults(
@@ -261,18 +261,18 @@ MUTANTS = [
     ),
     *File("tuning/models/_model_names.py", MODELS).faults(
         Fault("a tied output head counts twice", "init", never("A.tied")),
-        Fault("grouped key heads count like query heads", "_block", dropped("A.kv_heads")),
-        Fault("a mixture has the parameters of one expert", "_block", never("count", at="1 of 2")),
+        Fault("grouped key heads count like query heads", "_block_params", dropped("A.kv_heads")),
+        Fault("a mixture has the parameters of one expert", "_block_params", never("count", at="1 of 2")),
         Fault("head_dim of the configuration is ignored", "ModelShape.head_width", dropped("self.head")),
     ),
     *File("tuning/models/_steps.py", MODELS).faults(
         Fault("a text beyond the model's positions is accepted", "model_step", never("0 < A.positions < B")),
-        Fault("the planner does not split experts", "_rules", never("A.ep > 1")),
+        Fault("the planner does not split experts", "_split_rules", never("A.ep > 1")),
         Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
         Fault("the planner may split an attention head", "ModelStep._check", never("A % B.tp"), PARALLELISM),
     ),
     *File("tuning/models/_forward_pass.py", MODELS).faults(
-        Fault("attention is always fused", "_attention", never("A.explicit")),
+        Fault("attention is always fused", "_apply_attention", never("A.explicit")),
     ),
     *File("tuning/models/_steps.py", MODEL_AXES).faults(
         Fault("ranks along tp hold all tokens between layers", "ModelStep._options", never("A > 1 and B and C == 0")),
@@ -291,18 +291,18 @@ MUTANTS = [
         Fault("a kilobyte is 1024 bytes", "_UNITS", constant(1000, 1024)),
     ),
     *File("tuning/command.py", COMMAND).faults(
-        Fault("the command exits with 0 if nothing fits", "_plan", constant(1, 0)),
+        Fault("the command exits with 0 if nothing fits", "_run_plan", constant(1, 0)),
         Fault("--chunked-loss is ignored", "_tune_by_options", dropped("chunked_loss=A.chunked_loss")),
     ),
     *File("tuning/_page.py", COMMAND).faults(
         Fault("the timeline drops the peak", "_live_bytes", bare("max(range(A, B), key=C.D.__getitem__)")),
-        Fault("a stream is busy twice as long as it is", "_streams", bare("A / width", at="3 of 3")),
+        Fault("a stream is busy twice as long as it is", "_stream_shares", bare("A / width", at="3 of 3")),
         Fault("text in the data can end the page's script", "page", bare("A.replace('</', '<\\\\/')")),
     ),
     *File("tuning/_sweep.py", COMMAND).faults(
         Fault(
             "all cases have the first length",
-            "_combinations",
+            "_argument_combinations",
             becomes("getattr(A, B) or (None,)", "(getattr(A, B) or (None,))[:1]"),
         ),
     ),
@@ -358,8 +358,8 @@ MUTANTS = [
             becomes("A.stage", "A.stage + 2", at="1 of 2"),
             COMMAND,
         ),
-        Fault("the recipe does not split experts", "_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
-        Fault("the recipe does not split matrices", "_rules", becomes("A.tp > 1", "A.tp > 99")),
+        Fault("the recipe does not split experts", "_split_rules", becomes("A.ep > 1", "A.ep > 99"), MODELS),
+        Fault("the recipe does not split matrices", "_split_rules", becomes("A.tp > 1", "A.tp > 99")),
         Fault("the recipe splits the batch over pipeline stages", "_shard_lines", becomes("A.sample_axes", "A.mean")),
         Fault("the recipe forgets blocks that are not alike", "_model_lines", never("A.B", at="2 of 3")),
         Fault("the recipe has one pipeline stage a rank", "_model_lines", never("A.pipeline_stages > 1")),
@@ -387,7 +387,9 @@ MUTANTS = [
     ),
     *File("_torch/cpu_allocator.py", ALLOCATIONS).faults(
         Fault(
-            "freed memory is not subtracted", "_peak", becomes("A.cpu_memory_usage()", "max(A.cpu_memory_usage(), 0)")
+            "freed memory is not subtracted",
+            "_peak_bytes",
+            becomes("A.cpu_memory_usage()", "max(A.cpu_memory_usage(), 0)"),
         ),
         Fault("the user's profiler is ended", "allocations", never("A()")),
     ),
@@ -410,20 +412,20 @@ MUTANTS = [
     ),
     *File("tuning/_verdicts.py", RULES).faults(
         Fault("rules that contradict the plans are kept", "verdicts", always("A[0] is B")),
-        Fault("the rule of thumb takes the highest stage", "_stage", becomes("A.B.stage", "-A.B.stage")),
+        Fault("the rule of thumb takes the highest stage", "_by_stage", becomes("A.B.stage", "-A.B.stage")),
         Fault(
             "settings are compared at the fastest micro-batch, not at the smallest",
             "_settings_first",
             always("A.B.C == D"),
         ),
-        Fault("configurations of other settings are compared", "_peers", dropped("A(B) == A(C.D)")),
-        Fault("experts may exceed a machine", "_experts", bare("(B.C.ep > D.devices_per_host, A)")),
-        Fault("equal seconds count as a reason", "_reason", never("A < B")),
+        Fault("configurations of other settings are compared", "_comparable_rows", dropped("A(B) == A(C.D)")),
+        Fault("experts may exceed a machine", "_by_experts", bare("(B.C.ep > D.devices_per_host, A)")),
+        Fault("equal seconds count as a reason", "_explain_choice", never("A < B")),
         Fault("tensor parallelism may exceed a machine", "_tp_sort_key", never("A.B.tp > C.devices_per_host")),
         Fault("the rule of pipelines ignores the number of micro-batches", "_pipeline_fill.order", always("A >= B")),
         Fault("more micro-batches than asked for are better", "_pipeline_fill.order", never("A >= B")),
         Fault("layouts of other accumulation are not compared", "_PARALLEL_FIELDS", dropped("'accumulation'")),
-        Fault("a pipeline's bubbles are no reason", "_reason", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
+        Fault("a pipeline's bubbles are no reason", "_explain_choice", becomes("(A := B(C)) > B(D) + E", "(A := 0.0)")),
     ),
     *File("tuning/_search_space.py", MODELS).faults(
         Fault("codes are planned as full numbers", "Configuration.policy", always("A.gather is None")),
@@ -467,7 +469,9 @@ MUTANTS = [
     ),
     *File("tuning/_table_views.py", PARALLELISM).faults(
         Fault(
-            "the table shows bytes under the wrong axis", "_rows", becomes("A.B.get(C, 0)", "A.B.get(moved_axes[0], 0)")
+            "the table shows bytes under the wrong axis",
+            "_rich_table",
+            becomes("A.B.get(C, 0)", "A.B.get(moved_axes[0], 0)"),
         ),
     ),
 ]

@@ -27,7 +27,7 @@ MUTANTS = [
         Fault("host_budget= is ignored", "offload_ratio", (swapped(">", "<"), becomes("room", "0", at="3 of 4"))),
         Fault("world_size= is ignored", "offload_ratio.peak", becomes("world_size", "None")),
         Fault("a step that ignores the ratio is not reported", "_does_not_fit", never("none.A == B")),
-        Fault("the summary shows device bytes as the host's", "_summary", constant("device", "host")),
+        Fault("the summary shows device bytes as the host's", "_summarize_trial", constant("device", "host")),
     ),
     *File("tuning/_configured_step.py", RATIO).faults(
         Fault("a budget of nan is accepted", "check_bytes", becomes("not 0 < float(A) < math.inf", "float(A) <= 0")),

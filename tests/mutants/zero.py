@@ -173,11 +173,13 @@ MUTANTS = [
         Fault("the order of blocks does not change the checksum", "_CHECKSUM_FACTOR", constant(747796405, 1)),
         Fault(
             "the checksum covers one block only",
-            "_fold",
+            "_checksum_rows",
             becomes("torch.add(A, B, alpha=C, out=B)", "torch.add(A, B, alpha=0, out=B)"),
         ),
         Fault(
-            "the checksum reads a lazy conjugate as it is stored", "_rows", dropped("not (A.is_conj() or A.is_neg())")
+            "the checksum reads a lazy conjugate as it is stored",
+            "_word_rows",
+            dropped("not (A.is_conj() or A.is_neg())"),
         ),
     ),
     *File("sharding/elements/_element_ranges.py", AGREEMENT).faults(

@@ -247,9 +247,9 @@ def test_unknown_options_of_the_plan_command_are_refused(words, capsys):
 
 
 def test_byte_sizes_are_parsed_with_their_units():
-    from fzero.tuning._command_options import _bytes
+    from fzero.tuning._command_options import _parse_bytes
 
-    assert [_bytes(x) for x in ("80GB", "1.5 GiB", "8e10", "512mb")] == [80e9, 1.5 * 2**30, 8e10, 512e6]
+    assert [_parse_bytes(x) for x in ("80GB", "1.5 GiB", "8e10", "512mb")] == [80e9, 1.5 * 2**30, 8e10, 512e6]
 
 
 def test_the_plan_command_runs_as_a_module():

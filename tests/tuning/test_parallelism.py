@@ -17,7 +17,7 @@ from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search_space import TuneOptions, make_search_space
 from fzero.tuning.models import PRESETS
-from fzero.tuning.models._steps import _matrices
+from fzero.tuning.models._steps import _weight_decay_mask
 from fzero.tuning.search._configuration_planner import ConfigurationPlanner, _fullest_of
 from fzero.tuning.search._extrapolation import depths_of
 from tests.helpers import cases, either
@@ -283,7 +283,9 @@ def test_pipelines_of_other_stages_on_a_rank_are_not_compared():
 def test_weight_decay_of_a_planned_pipeline_leaves_norms_out(pp):
     """A pipeline stacks the blocks, so a norm's weight has two dimensions there."""
     norm, matrix = (torch.empty(*[4] * (pp > 1), *size, device="meta") for size in ((8,), (8, 8)))
-    mask = _matrices(Configuration(1, 1, 1, pp=pp))({"blocks": {"norm": norm, "w": matrix}, "tokens": matrix[..., :8]})
+    mask = _weight_decay_mask(Configuration(1, 1, 1, pp=pp))(
+        {"blocks": {"norm": norm, "w": matrix}, "tokens": matrix[..., :8]}
+    )
     assert mask == {"blocks": {"norm": False, "w": True}, "tokens": True}
 
 

@@ -55,7 +55,7 @@ def save(path: StrPath, values: Tree, mesh: Mesh | None = None, *, name: NameMap
         >>> fzero.checkpoint.dcp.load(folder, like={"model": {"w": torch.zeros(3)}, "step": 0})
         {'model': {'w': tensor([0., 1., 2.])}, 'step': 7}
     """
-    folder = _folder(path, "save(path, values)")
+    folder = _check_folder(path, "save(path, values)")
 
     def prepare() -> tuple[bytes, SavePlanner]:
         local = local_tree("the tree", values, mesh)
@@ -107,7 +107,7 @@ def load(
         tensor([[0., 1.],
                 [2., 0.]])
     """
-    folder = _folder(path, "load(path, like)")
+    folder = _check_folder(path, "load(path, like)")
 
     def prepare() -> tuple[Any, LoadPlanner, dict[str, str]]:
         metadata = read_metadata(folder)
@@ -125,7 +125,7 @@ def load(
     return tree.unflatten(structure, [values.get(p, x) for p, x in zip(paths, entries, strict=True)])
 
 
-def _folder(path: StrPath, call: str) -> str:
+def _check_folder(path: StrPath, call: str) -> str:
     text = check_path("path", path, "the path of a folder", f"fzero.checkpoint.dcp.{call}")
     if "://" in text:
         raise ValueError(

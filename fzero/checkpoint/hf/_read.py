@@ -87,7 +87,7 @@ def read(
     if any(crc != [tensors.crc] for crc in crcs):
         raise CheckpointError(f"{files.path!r}: the ranks see different files: is the file system shared?")
     check_same_on_ranks(task, repr([(str(leaf), names) for _, leaf, _, names in leaves]).encode(), mesh)
-    all_or_none(task, lambda: _fill(files, tensors.stored, local, leaves), mesh)
+    all_or_none(task, lambda: _read_leaves(files, tensors.stored, local, leaves), mesh)
     return result
 
 
@@ -104,7 +104,7 @@ def _check_leaves(files: Files, stored: dict[str, StoredTensor], leaves: Sequenc
             as_name = "" if names[0] == paths[0] else f" for leaf {paths[0]!r}"
             problems.append(f"it has no tensor {names[0]!r}{as_name} ({leaf})")
         for path, name in zip(paths, names, strict=True):
-            if name in stored and (stored[name].shape != leaf.shape or not _casts(stored[name].dtype, leaf.dtype)):
+            if name in stored and (stored[name].shape != leaf.shape or not _can_cast(stored[name].dtype, leaf.dtype)):
                 problems.append(f"tensor {name!r} is {stored[name]} there, and leaf {path!r} is {leaf}")
     surplus = [] if partial else [name for name in stored if name not in used]
     problems += [f"the tree has no leaf for its tensor {name!r} ({stored[name]})" for name in surplus]
@@ -114,7 +114,7 @@ def _check_leaves(files: Files, stored: dict[str, StoredTensor], leaves: Sequenc
         raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
 
 
-def _casts(source: torch.dtype | None, target: torch.dtype) -> bool:
+def _can_cast(source: torch.dtype | None, target: torch.dtype) -> bool:
     """Return whether a dtype can be read into another: any floating dtype into any, another one only into itself."""
     return source is not None and (source == target or (source.is_floating_point and target.is_floating_point))
 
@@ -149,7 +149,7 @@ def _local_ranges(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
                 yield piece.leaf, _FileRange(x.detach(), start + run.target_offset, run.source_offset, run.numel)
 
 
-def _fill(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leaves: Sequence[NamedLeaf]) -> None:
+def _read_leaves(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leaves: Sequence[NamedLeaf]) -> None:
     """Read all ranges that this process holds."""
     names = {leaf.index: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
     try:

@@ -84,13 +84,13 @@ def tensors_in(files: Files) -> FolderTensors:
     return FolderTensors(tensors, crc)
 
 
-def _bytes(files: Files, name: str, at: int, numel: int) -> bytes:
+def _read_bytes(files: Files, name: str, at: int, numel: int) -> bytes:
     data = bytearray(numel)
     files.read_into(name, at, [memoryview(data)])
     return bytes(data)
 
 
-def _parse(files: Files, name: str, data: bytes) -> dict[str, Any]:
+def _parse_header(files: Files, name: str, data: bytes) -> dict[str, Any]:
     try:
         body = parse_json(data)
     except ValueError as error:
@@ -105,7 +105,7 @@ def _read_weight_map(files: Files) -> dict[str, str]:
     size = files.size(INDEX) or 0
     if size > _MAX_HEADER_BYTES:
         raise DamagedError(f"{files.path!r}: {INDEX} has {size:,} bytes: expected at most {_MAX_HEADER_BYTES:,}")
-    weights = _parse(files, INDEX, _bytes(files, INDEX, 0, size)).get("weight_map")
+    weights = _parse_header(files, INDEX, _read_bytes(files, INDEX, 0, size)).get("weight_map")
     if not isinstance(weights, dict):
         raise DamagedError(f"{files.path!r}: {INDEX} is damaged: it has no 'weight_map'")
     for tensor, name in weights.items():
@@ -127,16 +127,16 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]
     if size is None:
         raise DamagedError(f"{files.path!r}: {name} is missing")
     check(size >= 8, f"it has {size} bytes")
-    first = _bytes(files, name, 0, 8)
+    first = _read_bytes(files, name, 0, 8)
     numel = int.from_bytes(first, "little")
     check(numel <= min(size - 8, _MAX_HEADER_BYTES), f"it has {size:,} bytes, but its header claims to have {numel:,}")
-    text = _bytes(files, name, 8, numel)
-    entries = _parse(files, name, text)
+    text = _read_bytes(files, name, 8, numel)
+    entries = _parse_header(files, name, text)
     entries.pop("__metadata__", None)
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for tensor, entry in entries.items():
-        stored, stop = _entry(name, 8 + numel, entry)
+        stored, stop = _read_entry(name, 8 + numel, entry)
         check(stored is not None, f"its header says of {tensor!r}: {str(entry)[:80]}")
         assert stored is not None
         tensors[tensor] = stored
@@ -149,7 +149,7 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]
     return tensors, zlib.crc32(text, zlib.crc32(first))
 
 
-def _entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
+def _read_entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:
     """Return the tensor that a header entry describes, and where it ends; None if the entry is invalid."""
     if not isinstance(entry, dict):
         return None, 0

@@ -85,14 +85,14 @@ def write(
         >>> sorted(os.listdir(folder))
         ['model.safetensors']
     """
-    files = _local(folder)
+    files = _open_local(folder)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     check_int("max_file", max_file, 1, "a number of bytes, such as 5_000_000_000")
 
     def prepare() -> tuple[bytes, tuple[LocalTree, list[_SafetensorsFile]]]:
         local = local_tree("params", params, mesh)
-        plan = _plan(named_leaves("params", local, name), dtype, max_file)
+        plan = _plan_files(named_leaves("params", local, name), dtype, max_file)
         return files.path.encode() + b"".join([f.head for f in plan]), (local, plan)
 
     task = f"writing {files.path!r}"
@@ -100,12 +100,12 @@ def write(
     nonce = channel.nonce
     leads = is_leader(mesh)
     with contextlib.ExitStack() as stack:
-        all_or_none(task, lambda: _reserve(files, plan, nonce, stack) if leads else None, mesh)
+        all_or_none(task, lambda: _reserve_files(files, plan, nonce, stack) if leads else None, mesh)
         all_or_none(task, lambda: _write_local(files, plan, nonce, local), mesh)
-        all_or_none(task, lambda: _commit(files, plan, nonce) if leads else None, mesh)
+        all_or_none(task, lambda: _rename_files(files, plan, nonce) if leads else None, mesh)
 
 
-def _local(folder: StrPath) -> LocalFolder:
+def _open_local(folder: StrPath) -> LocalFolder:
     """Return the files of a local folder, and refuse a URL before fsspec is imported."""
     scheme, separator, _ = str(folder).partition("://")
     is_url = separator and scheme not in ("file", "local")
@@ -115,7 +115,7 @@ def _local(folder: StrPath) -> LocalFolder:
     return files
 
 
-def _plan(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_SafetensorsFile]:
+def _plan_files(leaves: Sequence[NamedLeaf], dtype: torch.dtype | None, max_file: int) -> list[_SafetensorsFile]:
     """Decide which file each leaf goes to, and its offset in the file.
 
     Raises:
@@ -172,7 +172,9 @@ def _temporary_name(name: str, nonce: str) -> str:
     return f".{name}.{nonce}.tmp"
 
 
-def _reserve(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str, stack: contextlib.ExitStack) -> None:
+def _reserve_files(
+    files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str, stack: contextlib.ExitStack
+) -> None:
     """Lock the folder, and make the files in their final sizes under temporary names, with their headers.
 
     Raises:
@@ -243,7 +245,7 @@ def _write_at(fd: int, view: memoryview, at: int) -> int:
     return at
 
 
-def _commit(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str) -> None:
+def _rename_files(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str) -> None:
     """Rename the files to their final names. A reader meanwhile finds the old model, the new one, or none.
 
     Readers prefer a single file to an index. So a single file takes effect when it is renamed, and until it is removed.
@@ -258,14 +260,14 @@ def _commit(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str) ->
         os.rename(os.path.join(files.path, _temporary_name(name, nonce)), os.path.join(files.path, name))
     files.sync()
     if len(names) > 1:
-        files.put(INDEX, _index(plan))
+        files.put(INDEX, _index_bytes(plan))
     else:
         files.remove([INDEX])
     files.remove(old)
     files.sync()
 
 
-def _index(plan: Sequence[_SafetensorsFile]) -> bytes:
+def _index_bytes(plan: Sequence[_SafetensorsFile]) -> bytes:
     """Return the index: the file of each tensor, and the size of all tensors."""
     weights: dict[str, str] = {}
     for file in plan:

@@ -85,10 +85,10 @@ def runs(source: ChunkRange, target: ChunkRange) -> Iterator[_CommonRun]:
     source_shape, target_shape = [tuple([size for _, size in r.chunk]) for r in (source, target)]
     for a in rectangles(source_shape, source.start, source.stop):
         for b in rectangles(target_shape, target.start, target.stop):
-            yield from _common(source, source_shape, a, target, target_shape, b)
+            yield from _common_runs(source, source_shape, a, target, target_shape, b)
 
 
-def _common(
+def _common_runs(
     source: ChunkRange,
     source_shape: tuple[int, ...],
     a: _Rectangle,

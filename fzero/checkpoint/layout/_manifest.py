@@ -278,7 +278,7 @@ def _require(holds: bool, reason: str) -> None:
         raise _FormatError(reason)
 
 
-def _int(x: Any) -> int:
+def _check_size(x: Any) -> int:
     _require(type(x) is int and 0 <= x < _MAX_NUMBER, f"{str(x)[:40]!r} is not a size")
     return x
 
@@ -292,7 +292,7 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
     """Build a manifest of JSON, and check all that a load relies on: anybody may have written the file."""
     nonce = _parse_text(body["nonce"])
     _require(bool(re.fullmatch("[0-9a-f]{16}", nonce)), f"{nonce[:40]!r} is not a nonce")
-    mesh = tuple([(_parse_text(name), _int(size)) for name, size in body["mesh"]])
+    mesh = tuple([(_parse_text(name), _check_size(size)) for name, size in body["mesh"]])
     _require(len(dict(mesh)) == len(mesh) and all(size for _, size in mesh), "its mesh is invalid")
     leaves = tuple([_parse_leaf(*x) for x in body["leaves"]])
     ties = {_parse_text(path): _parse_text(first) for path, first in body["ties"].items()}
@@ -303,13 +303,13 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
     layout = TreeLayout(
         mesh=mesh,
         leaves=leaves,
-        groups=tuple([_group(dict(mesh), leaves, *g) for g in body["groups"]]),
+        groups=tuple([_make_group(dict(mesh), leaves, *g) for g in body["groups"]]),
         ties=ties,
         values=values,
     )
     indices = [i for g in layout.groups for index, i in enumerate(g.leaves) if index not in g.copies]
     _require(sorted(indices) == [*range(len(leaves))], "a leaf is in no group, or in several")
-    files = tuple([File(_int(size), _parse_text(sums)) for size, sums in body["files"]])
+    files = tuple([File(_check_size(size), _parse_text(sums)) for size, sums in body["files"]])
     _require(len(files) == layout.ranks, f"it has {len(files)} files for {layout.ranks} ranks")
     for r, f in enumerate(files):
         _require(bool(re.fullmatch("[0-9a-f]*", f.sums)), f"file {r} has no checksums")
@@ -324,21 +324,25 @@ def _parse_manifest(body: dict[str, Any]) -> Manifest:
 def _parse_leaf(path: Any, dtype: Any, shape: Any, per_rank: Any = 0) -> Leaf:
     _require(_parse_text(dtype) in DTYPES, f"{dtype[:40]!r} is not a dtype")
     _require(len(shape) <= _MAX_DIMS, f"a leaf has {len(shape)} dimensions")
-    leaf = Leaf(_parse_text(path), tuple(map(_int, shape)), DTYPES[dtype], bool(per_rank))
-    _int(leaf.nbytes)
+    leaf = Leaf(_parse_text(path), tuple(map(_check_size, shape)), DTYPES[dtype], bool(per_rank))
+    _check_size(leaf.nbytes)
     return leaf
 
 
-def _group(mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any) -> LeafGroup:
+def _make_group(
+    mesh: dict[str, int], leaves: Sequence[Leaf], members: Any, axes: Any, shard: Any, *more: Any
+) -> LeafGroup:
     """Build a group of its JSON entry, and check that it fits the mesh and its leaves."""
     split, at, copies = (*more, *[()] * (3 - len(more)))
     group = LeafGroup(
-        leaves=tuple(map(_int, members)),
+        leaves=tuple(map(_check_size, members)),
         axes=tuple(map(_parse_text, axes)),
-        shard_numel=_int(shard),
-        split=tuple([Split(_parse_text(axis), _int(size), tuple(map(_int, dims))) for axis, size, dims in split]),
-        coordinates=tuple([(_parse_text(axis), _int(coordinate)) for axis, coordinate in at]),
-        copies=tuple(map(_int, copies)),
+        shard_numel=_check_size(shard),
+        split=tuple(
+            [Split(_parse_text(axis), _check_size(size), tuple(map(_check_size, dims))) for axis, size, dims in split]
+        ),
+        coordinates=tuple([(_parse_text(axis), _check_size(coordinate)) for axis, coordinate in at]),
+        copies=tuple(map(_check_size, copies)),
     )
     names = [*group.axes, *[s.axis for s in group.split], *[axis for axis, _ in group.coordinates]]
     _require(len(set(names)) == len(names) and set(names) <= set(mesh), "a group is sharded along an unknown axis")

@@ -17,11 +17,11 @@ def group_size(node: Node) -> int:
     """Return the number of ranks that a collective's sizes show; 1 for an all_reduce, whose sizes do not show it."""
     if is_gather(node):
         return node.args[1]  # pyright: ignore[reportReturnType]
-    input_bytes, output_bytes = nbytes(*_operands(node)), nbytes(*stand_ins_of(node))
+    input_bytes, output_bytes = nbytes(*_collective_operands(node)), nbytes(*stand_ins_of(node))
     return max(input_bytes, output_bytes) // max(min(input_bytes, output_bytes), 1)
 
 
-def _operands(node: Node) -> list[torch.Tensor]:
+def _collective_operands(node: Node) -> list[torch.Tensor]:
     """List the operands of a collective: its first argument, one tensor or several."""
     tensors: list[torch.Tensor] = []
     map_arg(node.args[0], lambda a: tensors.extend(stand_ins_of(a)))
@@ -33,7 +33,7 @@ def full_bytes(node: Node) -> int:
     source = source_of_wait(node) if is_wait(node) else node
     start = collective_of(source)
     if source is start and source is node:
-        return _full(nbytes(*_operands(node)), nbytes(*stand_ins_of(node)), node)
+        return _full_size(nbytes(*_collective_operands(node)), nbytes(*stand_ins_of(node)), node)
     operands = start.args[0]  # a coalesced collective has a list of operands, one for each item
     operand = operands[source.args[1]] if isinstance(operands, list | tuple) else operands  # pyright: ignore
     return max(nbytes(*stand_ins_of(source)), nbytes(*stand_ins_of(operand)))  # pyright: ignore[reportArgumentType]
@@ -41,11 +41,11 @@ def full_bytes(node: Node) -> int:
 
 def moved_numel(node: Node) -> int:
     """Count the elements that a collective moves: those of the full buffer, twice for an all_reduce."""
-    input_numel, output_numel = (sum(x.numel() for x in xs) for xs in (_operands(node), stand_ins_of(node)))
-    return 2 * input_numel if "all_reduce" in str(node.target) else _full(input_numel, output_numel, node)
+    input_numel, output_numel = (sum(x.numel() for x in xs) for xs in (_collective_operands(node), stand_ins_of(node)))
+    return 2 * input_numel if "all_reduce" in str(node.target) else _full_size(input_numel, output_numel, node)
 
 
-def _full(input_size: int, output_size: int, node: Node) -> int:
+def _full_size(input_size: int, output_size: int, node: Node) -> int:
     """Return the size of a collective's full buffer, padding included."""
     return input_size * group_size(node) if is_gather(node) else max(input_size, output_size)
 

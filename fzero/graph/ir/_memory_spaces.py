@@ -40,7 +40,7 @@ def on_host(nodes: Iterable[Node]) -> set[Node]:
     order = list(nodes)
     if not any(is_move(n) or _is_host_input(n) for n in order):
         return set()
-    spaces = _spaces(order)
+    spaces = _node_spaces(order)
     host_values = {n for n, space in spaces.items() if space == "host"}
     for n in reversed(order):  # a value without operands lies where it is used
         if n.op == "call_function" and spaces[n] is None and n.users and all(u in host_values for u in n.users):
@@ -56,14 +56,14 @@ def check_spaces(graph: Graph) -> None:
     """
     order = list(graph.nodes)
     if any(is_move(n) or _is_host_input(n) for n in order):
-        _spaces(order)
+        _node_spaces(order)
 
 
 def _is_host_input(node: Node) -> bool:
     return is_input(node) and node.meta.get("space") == "host"
 
 
-def _spaces(order: Sequence[Node]) -> dict[Node, str | None]:
+def _node_spaces(order: Sequence[Node]) -> dict[Node, str | None]:
     spaces: dict[Node, str | None] = {}
     for n in order:
         if n.op == "output":

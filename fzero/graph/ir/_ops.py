@@ -194,7 +194,7 @@ def _operation_name(operation: Any) -> str:
     return operation.__name__ if isinstance(operation, OneNode) else ""
 
 
-def _traits(name: str) -> _OperationTraits:
+def _traits_of(name: str) -> _OperationTraits:
     return _OPERATIONS.get(name, _OperationTraits.NOTHING)
 
 
@@ -206,7 +206,7 @@ def is_known_cheap(operation: OpOverload | OneNode) -> bool:
     """Return whether an operation is cheap by the table, or pointwise by torch."""
     if _OperationTraits.CHEAP in _row_of(operation):
         return True
-    return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws(operation)
+    return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws_random(operation)
 
 
 def is_factory(node: Node) -> bool:
@@ -246,7 +246,7 @@ def is_uninitialized(node: Node) -> bool:
 
 def only_copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
-    return _OperationTraits.COPIES in _traits(name)
+    return _OperationTraits.COPIES in _traits_of(name)
 
 
 def reads_sizes_on_host(node: Node) -> bool:
@@ -266,7 +266,7 @@ def is_view_operation(operation: Any) -> bool:
 
 def is_random(node: Node) -> bool:
     """Return whether a node draws random numbers: such nodes keep their order, or the numbers would change."""
-    return isinstance(node.target, OpOverload) and _draws(node.target)
+    return isinstance(node.target, OpOverload) and _draws_random(node.target)
 
 
 def is_pointwise(node: Node) -> bool:
@@ -281,7 +281,7 @@ def _makes_view(operation: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _draws(operation: OpOverload) -> bool:
+def _draws_random(operation: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in operation.tags
 
 
@@ -292,4 +292,4 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _row_of(operation: Any) -> _OperationTraits:
-    return _traits(_operation_name(operation))
+    return _traits_of(_operation_name(operation))

@@ -71,8 +71,8 @@ def insert_loops(graph: Graph) -> Graph:
     for start in [n for n in graph.nodes if n.target is _ITERATION]:
         if _rank_schedule_at(start) is None:
             _compare_runs(graph, _iteration_of(start))
-        _hoist(graph, _iteration_of(start))
-        _replace(graph, _iteration_of(start))
+        _hoist_slices(graph, _iteration_of(start))
+        _replace_by_loop(graph, _iteration_of(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
     return _rename_nodes(graph) if has_pipeline else copy_graph(graph)
 
@@ -154,7 +154,7 @@ def _passed_value(node: Node, same: dict[Node, Node]) -> Node | None:
     return same.get(source, source) if isinstance(source, Node) else None
 
 
-def _hoist(graph: Graph, iteration: _TracedIteration) -> None:
+def _hoist_slices(graph: Graph, iteration: _TracedIteration) -> None:
     """Move the tensors that are sliced in front of the iteration; check that outside nodes use only its outputs."""
     members, outputs = set(iteration.nodes), {*[after for _, after in iteration.sums], *iteration.rows}
     hoisted = set[Any]([n.args[0] for n in iteration.slices])
@@ -170,7 +170,7 @@ def _hoist(graph: Graph, iteration: _TracedIteration) -> None:
             iteration.start.prepend(n)
 
 
-def _replace(graph: Graph, iteration: _TracedIteration) -> None:
+def _replace_by_loop(graph: Graph, iteration: _TracedIteration) -> None:
     """Replace an iteration by a node that runs it as a loop."""
     count = int(iteration.start.args[0])  # pyright: ignore[reportArgumentType]
     body, rest = _make_body(iteration)

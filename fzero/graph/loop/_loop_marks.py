@@ -71,44 +71,44 @@ def records_pipelines() -> bool:
     return _RECORDING.pipelines and is_tracing()
 
 
-def _never(*args: Any) -> torch.Tensor:
+def _refuse_untraced(*args: Any) -> torch.Tensor:
     raise AssertionError("an operation of a loop ran outside a trace")
 
 
 @torch.library.custom_op("fzero::iteration", mutates_args=())
 def iteration(iterations: int) -> torch.Tensor:
     """Begin a loop of this many iterations, and return the number of the running one: a 0-d int64 tensor."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::loop_slice", mutates_args=())
 def loop_slice(x: torch.Tensor, iteration: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Return `x.narrow(dim, iteration * size, size)`."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::sum_before", mutates_args=())
 def _sum_before(like: torch.Tensor, iteration: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over earlier iterations in a dtype, with the shape and strides of this iteration's share."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::sum_after", mutates_args=())
 def _sum_after(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Pass this iteration's sum `x` on to the next one, and return the sum of the last iteration."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::rows", mutates_args=())
 def rows(x: torch.Tensor, iteration: torch.Tensor, iterations: int) -> torch.Tensor:
     """Return the values of all iterations, stacked along a new dimension 0."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::run_again", mutates_args=())
 def run_again(iteration: torch.Tensor) -> torch.Tensor:
     """Begin to run an iteration's forward pass once more, for comparison, and return the iteration's number."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::check_equal_runs", mutates_args=())
@@ -116,7 +116,7 @@ def check_equal_runs(
     x: torch.Tensor, run_again: torch.Tensor, first: list[torch.Tensor], second: list[torch.Tensor]
 ) -> torch.Tensor:
     """Return `x` if the operations since `run_again`, with results `second`, equal those that computed `first`."""
-    return _never()
+    return _refuse_untraced()
 
 
 OPERATIONS = (iteration, loop_slice, _sum_before, _sum_after, rows, run_again, check_equal_runs)

@@ -61,7 +61,7 @@ _CACHE: "WeakKeyDictionary[Graph, dict[LoopRegion, int]]" = WeakKeyDictionary()
 _REGIONS: "WeakKeyDictionary[Graph, tuple[RegionGraph, ...]]" = WeakKeyDictionary()
 
 
-def _regions(loop: Loop) -> tuple[RegionGraph, ...]:
+def _split_regions(loop: Loop) -> tuple[RegionGraph, ...]:
     """Split a loop's body, once for its memory, its messages and its seconds."""
     if loop.body not in _REGIONS:
         _REGIONS[loop.body] = split(loop)
@@ -76,12 +76,12 @@ def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Loop
         last_uses: returns for each storage the position of its last use.
     """
     if loop.body not in _CACHE:
-        profiles = {g.region: (g, _profile(g, last_uses)) for g in _regions(loop)}
+        profiles = {g.region: (g, _profile_region(g, last_uses)) for g in _split_regions(loop)}
         _CACHE[loop.body] = _RowWalk(loop, profiles).run()
     return _CACHE[loop.body]
 
 
-def _profile(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> _RegionMemory:
+def _profile_region(region_graph: RegionGraph, last_uses: Callable[..., list[int]]) -> _RegionMemory:
     """Return the live bytes of a region's own values at each position, and how long it needs its inputs."""
     nodes = list(region_graph.graph.nodes)
     memory, position = storages_in(nodes), {n: i for i, n in enumerate(nodes)}
@@ -261,7 +261,7 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
     schedule, binding = loop.rank_schedule.schedule, loop.rank_schedule.binding
     times = Counter([(m.kind, m.stage) for m in schedule.messages if m.sender == binding.rank])
     sizes = Counter[tuple[str, int]]()
-    for region_graph in _regions(loop):
+    for region_graph in _split_regions(loop):
         for output, node in zip(region_graph.outputs, graph_results(region_graph.graph), strict=True):
             if isinstance(output, StageLeaf):
                 sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
@@ -281,7 +281,7 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         message: estimates the seconds of a message, given its bytes and the axis along which it goes to the next rank.
     """
     assert loop.rank_schedule is not None
-    schedule, region_graphs = loop.rank_schedule.schedule, _regions(loop)
+    schedule, region_graphs = loop.rank_schedule.schedule, _split_regions(loop)
     by_kind = defaultdict[str, float](float)
     weight = 0.0
     for region_graph in region_graphs:

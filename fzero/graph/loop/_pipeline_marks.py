@@ -31,20 +31,20 @@ __all__ = [
 ]
 
 
-def _never(*args: Any) -> torch.Tensor:
+def _refuse_untraced(*args: Any) -> torch.Tensor:
     raise AssertionError("an operation of a pipeline's loop ran outside a trace")
 
 
 @torch.library.custom_op("fzero::mark_pipeline", mutates_args=())
 def mark_pipeline(iteration: torch.Tensor, rank_schedule: int, arguments: list[torch.Tensor]) -> torch.Tensor:
     """Mark an iteration as one of a pipeline's loop, and these tensors as arguments of the loop, read or not."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::begin_region", mutates_args=())
 def begin_region(kind: str, stage: int) -> torch.Tensor:
     """Begin the forward ("F") or the backward ("B") pass of a stage."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::receive", mutates_args=())
@@ -52,25 +52,25 @@ def receive(
     kind: str, stage: int, leaf: int, sizes: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a leaf that another stage sends to this one: of its output ("F") or of its input's gradient ("G")."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::send", mutates_args=())
 def send(kind: str, stage: int, xs: list[torch.Tensor]) -> torch.Tensor:
     """Send the leaves of a stage's output ("F"), or of its input's gradient ("G"), to the next stage."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::begin_shapes_only", mutates_args=())
 def begin_shapes_only() -> torch.Tensor:
     """Begin a region that runs only for its shapes and is not part of the step."""
-    return _never()
+    return _refuse_untraced()
 
 
 @torch.library.custom_op("fzero::end_shapes_only", mutates_args=())
 def end_shapes_only() -> torch.Tensor:
     """End a region that runs only for its shapes."""
-    return _never()
+    return _refuse_untraced()
 
 
 MARKERS = (mark_pipeline, begin_region, receive, send, begin_shapes_only, end_shapes_only)

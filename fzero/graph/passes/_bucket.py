@@ -58,21 +58,23 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
         return bisect_left(ends, one) == bisect_left(ends, other)
 
     def may_join(group: list[Node], n: Node) -> bool:
-        return together(index[group[0]], index[n]) and not _needs(n, group, index)
+        return together(index[group[0]], index[n]) and not _depends_on(n, group, index)
 
-    groups = _groups(gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
-    groups += _groups(reductions, max_bytes, may_join) + _groups(maxima, max_bytes, may_join)
+    groups = _consecutive_groups(gathers, max_bytes, lambda group, n: together(first_use[group[0]], first_use[n]))
+    groups += _consecutive_groups(reductions, max_bytes, may_join) + _consecutive_groups(maxima, max_bytes, may_join)
     if not groups:
         return graph
     names = [[n.name for n in group] for group in groups]
     graph = copy_graph(graph)
     copies = {n.name: n for n in graph.nodes}
     for group in names:
-        _coalesce(graph, [copies[name] for name in group])
+        _coalesce_group(graph, [copies[name] for name in group])
     return sort_graph(graph)
 
 
-def _groups(nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]) -> list[list[Node]]:
+def _consecutive_groups(
+    nodes: Sequence[Node], max_bytes: int, may: Callable[[list[Node], Node], bool]
+) -> list[list[Node]]:
     """List the groups of consecutive collectives to join; `may` says whether a group may take one more."""
     groups: list[list[Node]] = []
     for node in nodes:
@@ -90,7 +92,7 @@ def _can_join(one: Node, other: Node) -> bool:
     return same and stand_ins_of(one)[0].dtype == stand_ins_of(other)[0].dtype
 
 
-def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
+def _coalesce_group(graph: Graph, group: Sequence[Node]) -> None:
     """Replace several collectives by one. Its arguments may come after it: `sort_graph` repairs the order."""
     distinct = list(group)
     if is_gather(group[0]):  # a re-gather shares the item of its operand's first gather
@@ -110,7 +112,7 @@ def _coalesce(graph: Graph, group: Sequence[Node]) -> None:
         graph.erase_node(node)
 
 
-def _needs(node: Node, group: Sequence[Node], index: Mapping[Node, int]) -> bool:
+def _depends_on(node: Node, group: Sequence[Node], index: Mapping[Node, int]) -> bool:
     """Return whether a node depends on the result of one of `group`."""
     first, visited, stack = index[group[0]], {node}, [node]
     while stack:

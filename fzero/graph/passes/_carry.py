@@ -71,14 +71,14 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     starts = [n for n in body.nodes if is_reduce_collective(n)]
     last: list[list[_Chain]] = []
     for start in reversed(starts):
-        chains = _chains(start, body, loop)
-        if len(last) == in_flight or not chains or any(_place(c, body, loop) not in items for c in chains):
+        chains = _list_chains(start, body, loop)
+        if len(last) == in_flight or not chains or any(_result_position(c, body, loop) not in items for c in chains):
             break
         last.insert(0, chains)
     if not last:
         return
     moved = [c for chains in last for c in chains]
-    totals = [items[_place(c, body, loop)] for c in moved]
+    totals = [items[_result_position(c, body, loop)] for c in moved]
     for start, chains in zip(starts, last, strict=False):
         for chain in chains:
             _wait_before(start, chain, body)
@@ -92,15 +92,15 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
             _wait_after(node, first + i, chain, total)
 
 
-def _chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
+def _list_chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:
     """List the chains from a reduction's results to their sums; none if a result is used otherwise too."""
     sources = list(start.users) if any(n.target is operator.getitem for n in start.users) else [start]
-    chains = [_chain(source, body, loop) for source in sources]
+    chains = [_follow_chain(source, body, loop) for source in sources]
     complete = [c for c in chains if c is not None]
     return complete if collective_kind(start) == "reduce_scatter" and len(complete) == len(chains) else []
 
 
-def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
+def _follow_chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
     """Follow a reduced gradient into its sum; None if it is used otherwise."""
     inputs = [n for n in body.nodes if is_input(n)]
     sums = inputs[loop.sum_indices.start : loop.sum_indices.stop]
@@ -123,7 +123,7 @@ def _chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
     )
 
 
-def _place(chain: _Chain, body: Graph, loop: Loop) -> int:
+def _result_position(chain: _Chain, body: Graph, loop: Loop) -> int:
     """Return the position of the chain's sum among the body's results."""
     return graph_results(body).index(chain.write)
 

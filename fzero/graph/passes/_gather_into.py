@@ -29,10 +29,10 @@ def gather_into(graph: Graph) -> Graph:
         return graph
     graph = copy_graph(graph)
     for gather in [n for n in graph.nodes if _can_gather_into(n)]:
-        writes = _writes(gather)
+        writes = _list_writes(gather)
         leaves = [w.all_input_nodes[0] for w in writes]
         with graph.inserting_before(gather):
-            start = graph.call_function(GATHER_INTO, (*gather.args, leaves, [_offset(w) for w in writes]))
+            start = graph.call_function(GATHER_INTO, (*gather.args, leaves, [_write_offset(w) for w in writes]))
         start.meta = {**gather.meta, "val": [x.meta["val"] for x in leaves]}
         for i, write in enumerate(writes):
             with graph.inserting_before(write):
@@ -54,24 +54,24 @@ class _Write(NamedTuple):
     part: torch.Tensor
 
 
-def _write(node: Node) -> _Write:
+def _write_of(node: Node) -> _Write:
     leaf, part = node.args
     assert isinstance(leaf, Node) and isinstance(part, Node)
     return _Write(leaf.meta["val"], part.meta["val"])
 
 
-def _writes(gather: Node) -> list[Node]:
+def _list_writes(gather: Node) -> list[Node]:
     """List the writes of a gathered unit into arguments; none if the unit has other readers or the layouts differ."""
     if len(gather.users) != 1:
         return []
     views, users = views_and_users(next(iter(gather.users)))
-    good = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_write(u)) for u in users)
+    good = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_write_of(u)) for u in users)
     return users if good and stand_ins_of(gather)[0].dim() == 1 else []
 
 
 def _can_gather_into(node: Node) -> bool:
     """Return whether a node gathers a unit that can be gathered directly into arguments."""
-    return node.target is c10d.all_gather_into_tensor.default and bool(_writes(node))
+    return node.target is c10d.all_gather_into_tensor.default and bool(_list_writes(node))
 
 
 def _have_same_bytes(write: _Write) -> bool:
@@ -80,9 +80,9 @@ def _have_same_bytes(write: _Write) -> bool:
     return dense and write.leaf.device.type == "cpu" and write.leaf.dtype == write.part.dtype
 
 
-def _offset(node: Node) -> int:
+def _write_offset(node: Node) -> int:
     """Return the offset of the written part in the gathered unit, in elements."""
-    return int(_write(node).part.storage_offset())
+    return int(_write_of(node).part.storage_offset())
 
 
 def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Graph:
@@ -110,11 +110,11 @@ def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Gra
         new = gather.all_input_nodes[0]
         start = rank_in[str(gather.args[2])] * stand_ins_of(new)[0].numel()
         with graph.inserting_before(next(n for n in graph.nodes if not is_input(n))):
-            own_part = _view(graph, first, start, stand_ins_of(new)[0].numel())
+            own_part = _view_leaf(graph, first, start, stand_ins_of(new)[0].numel())
         for pack in [n for n in graph.nodes if name_of(n) == "cat"]:
             if _lies_in(pack, own_part):
                 pack.replace_all_uses_with(own_part)
-                _erase(graph, pack)
+                _erase_unused(graph, pack)
         with graph.inserting_before(gather):
             written = graph.call_function(COPY, (own_part, new))
         written.meta = {**gather.meta, "val": own_part.meta["val"]}
@@ -135,7 +135,7 @@ def _first_of_buffer(gather: Node) -> Node | None:
     return leaves[0] if fills and isinstance(leaves[0], Node) else None
 
 
-def _view(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
+def _view_leaf(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
     """View a part of the buffer that a leaf lies in."""
     (x,) = stand_ins_of(leaf)
     view = graph.call_function(aten.as_strided.default, (leaf, [numel], [1], start))
@@ -155,10 +155,10 @@ def _lies_in(pack: Node, own_part: Node) -> bool:
     return end == part.storage_offset() + part.numel() and stand_ins_of(pack)[0].dim() == 1
 
 
-def _erase(graph: Graph, node: Node) -> None:
+def _erase_unused(graph: Graph, node: Node) -> None:
     """Erase a node without users, and then its operands that have no other user."""
     operands = node.all_input_nodes
     graph.erase_node(node)
     for a in operands:
         if not a.users and not is_input(a):
-            _erase(graph, a)
+            _erase_unused(graph, a)

@@ -40,13 +40,13 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     Returns:
         A graph with the same results, bit for bit.
     """
-    if not _loops(graph):
+    if not _loop_nodes(graph):
         return graph
     graph = copy_graph(graph)
-    for node in _loops(graph):
+    for node in _loop_nodes(graph):
         loop = loop_of(node)
         assert loop is not None
-        constants = _constants(loop)
+        constants = _map_constants(loop)
         units = _waits_for(parameter_gathers(loop.body), constants)
         parts = {w for w in units if _only_feeds(w, is_gather)}
         size = {w: nbytes(*stand_ins_of(w)) for w in units if w not in parts}
@@ -56,15 +56,15 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
             maxima = _waits_for([n for n in loop.body.nodes if is_maximum(n)], constants)
             hoisted |= {w: alike for w, alike in maxima.items() if not _only_feeds(w, is_maximum)}
         if hoisted:
-            _move(graph, node, loop, hoisted)
+            _move_gathers(graph, node, loop, hoisted)
     return graph
 
 
-def _loops(graph: Graph) -> list[Node]:
+def _loop_nodes(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule is None]
 
 
-def _constants(loop: Loop) -> dict[Node, Node]:
+def _map_constants(loop: Loop) -> dict[Node, Node]:
     """Map each node that is equal in all iterations to the first node of the same value.
 
     These are gathers of the body's constant arguments, and what they need.
@@ -99,7 +99,7 @@ def _only_feeds(wait: Node, kind: Callable[[Node], bool]) -> bool:
     return all(kind(user) for user in views_and_users(wait)[1])
 
 
-def _move(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:
+def _move_gathers(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:
     """Move the gathers of some units, and the nodes that they need, from a loop's body to before the loop."""
     inputs = [n for n in loop.body.nodes if is_input(n)]
     operands = [a for a in node.args if isinstance(a, Node)]

@@ -86,13 +86,13 @@ def move_early(graph: Graph) -> Graph:
         x, factor, first = parts
         if factor not in moved:
             with graph.inserting_after(factor):
-                moved[factor] = _call(graph, factor, TO_HOST, (factor,))
+                moved[factor] = _add_operation(graph, factor, TO_HOST, (factor,))
         with graph.inserting_before(node):
             for view in reversed(views):
-                x = _call(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
-            host_copy, number = _call(graph, node, TO_HOST, (x,)), moved[factor]
+                x = _add_operation(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
+            host_copy, number = _add_operation(graph, node, TO_HOST, (x,)), moved[factor]
             operands = (host_copy, number) if first else (number, host_copy)
-            node.replace_all_uses_with(_call(graph, scaling, scaling.target, operands))
+            node.replace_all_uses_with(_add_operation(graph, scaling, scaling.target, operands))
     graph.eliminate_dead_code()
     return graph
 
@@ -125,7 +125,7 @@ def _scaling_of(node: Node) -> tuple[Node, Node, bool] | None:
     )
 
 
-def _call(graph: Graph, like: Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> Node:
+def _add_operation(graph: Graph, like: Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> Node:
     """Add an operation with the metadata of `like`, such as its source line."""
     node = graph.call_function(target, tuple(args), dict(kwargs or {}))
     stand_ins = map_arg((node.args, node.kwargs), lambda a: a.meta["val"])

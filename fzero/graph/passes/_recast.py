@@ -26,7 +26,7 @@ def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     References:
         DeepSpeed's pull request 2079, which repeats the cast by hand, group by group.
     """
-    if not any(_widens(n) and nbytes(*stand_ins_of(n)) >= min_bytes for n in graph.nodes):
+    if not any(_only_widens(n) and nbytes(*stand_ins_of(n)) >= min_bytes for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
@@ -56,10 +56,10 @@ def _operations_from_narrow(node: Node) -> list[Node]:
             return []
         chain.insert(0, node)
         (node,) = operands
-    return [node, *chain] if _widens(node) else []
+    return [node, *chain] if _only_widens(node) else []
 
 
-def _widens(node: Node) -> bool:
+def _only_widens(node: Node) -> bool:
     """Return whether a node casts a tensor to a dtype of more bytes, and does nothing else."""
     if node.target not in CASTS or not node.all_input_nodes:  # its operand may be a constant
         return False

@@ -59,8 +59,8 @@ def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
         feeding=feeding_work(graph),
     )
     # in reverse, so that the operands of a recomputed value see their new later use
-    for node in reversed([n for n in graph.nodes if _repeats(n)]):
-        for result in _results(node):
+    for node in reversed([n for n in graph.nodes if _is_repeatable(n)]):
+        for result in _result_nodes(node):
             if nbytes(*stand_ins_of(result)) >= min_bytes:
                 _recompute_late_uses(graph, node, result, order)
     graph.eliminate_dead_code()
@@ -112,14 +112,14 @@ def _output_bytes(node: Node) -> int:
     return 0 if is_input(node) or is_view(node) else nbytes(*stand_ins_of(node))
 
 
-def _repeats(node: Node) -> bool:
+def _is_repeatable(node: Node) -> bool:
     """Return whether a node is cheap, and computes the same whenever it runs."""
     if is_view(node) or is_wait(node) or is_collective(node) or is_move(node) or node.target is COPY:
         return False
     return isinstance(node.target, OpOverload) and is_cheap(node) and not is_uninitialized(node)
 
 
-def _results(node: Node) -> Sequence[Node]:
+def _result_nodes(node: Node) -> Sequence[Node]:
     """Return the nodes of a node's tensors: the node itself, or the items of its tuple."""
     if isinstance(node.meta.get("val"), torch.Tensor):
         return [node]
@@ -134,7 +134,9 @@ def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool
     if any(index.get(user, at) >= at for user in views_and_users(value)[1]):
         return True
     source = value.all_input_nodes[0] if value.target is operator.getitem else value
-    return depth > 0 and _repeats(source) and all(_is_live(x, at, index, depth - 1) for x in source.all_input_nodes)
+    return (
+        depth > 0 and _is_repeatable(source) and all(_is_live(x, at, index, depth - 1) for x in source.all_input_nodes)
+    )
 
 
 def _viewed_value(node: Node) -> Node:

@@ -216,7 +216,7 @@ class _Kernels:
     def __init__(self, graph: Graph, hardware: Hardware) -> None:
         self._hardware = hardware
         self._unstored = unstored_values(list(graph.nodes)) if hardware.fuses else set[Node]()
-        self._of: dict[Node, set[Node]] = {}  # the operands that the kernel of an unstored value has read
+        self._operands_read: dict[Node, set[Node]] = {}  # the operands that the kernel of an unstored value has read
 
     def work_of(self, node: Node) -> Work:
         """Estimate the seconds of an operation, by itself or within a kernel."""
@@ -224,14 +224,14 @@ class _Kernels:
         if not self._hardware.fuses or not (is_pointwise_kernel(node) or is_tensor_reduction(node)):
             return work
         operands = {_viewed_value(a): a for a in node.all_input_nodes}
-        read = next((self._of[x] for x in operands if x in self._unstored), set[Node]())
+        read = next((self._operands_read[x] for x in operands if x in self._unstored), set[Node]())
         moved = 0
         for x, a in operands.items():
             if x not in self._unstored and x not in read:
                 moved += min(nbytes(*stand_ins_of(x)), nbytes(*stand_ins_of(a)))  # an expanded view is not larger
                 read.add(x)
         if node in self._unstored:
-            self._of[node] = read
+            self._operands_read[node] = read
             return Work(0.0, moved / self._hardware.memory_bandwidth, 0.0)
         return Work(0.0, (moved + nbytes(*stand_ins_of(node))) / self._hardware.memory_bandwidth, work.launch_seconds)
 

@@ -23,7 +23,7 @@ def infer_units(graph: Graph, loop_weights: Mapping[Node, str] | None = None) ->
         graph: a scheduled graph, or the body of a loop.
         loop_weights: for a body, its arguments that hold parameters, and their units.
     """
-    weights, applied = _weights(graph, loop_weights or {})
+    weights, applied = _unit_weights(graph, loop_weights or {})
     units: dict[Node, str] = {}
     for n in graph.nodes:
         if is_collective(n) and n.meta.get("unit") == METRIC and _moves_values(n):
@@ -43,7 +43,7 @@ def _moves_values(node: Node) -> bool:
     return "all_to_all" in str(node.target) or stand_ins_of(node)[0].dim() >= 2
 
 
-def _weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
+def _unit_weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
     """Return the unit of each node that holds only parameters, and of each node that applies a parameter to a value."""
     weights = dict(known_weights)
     applied = dict[Node, str]()

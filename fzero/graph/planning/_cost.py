@@ -46,10 +46,10 @@ def work_of(node: Node, hardware: Hardware) -> Work:
 def _compute_seconds(node: Node, hardware: Hardware) -> float:
     count = flops(node)
     operands = stand_ins_of_args(node)
-    compute = count / _rate(node, hardware) if count else 0.0
+    compute = count / _operation_rate(node, hardware) if count else 0.0
     if compute and hardware.float32_slowdown != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.float32_slowdown
-    return compute / hardware.float8_speedup if _packet(node) is aten._scaled_mm else compute
+    return compute / hardware.float8_speedup if _overload_packet(node) is aten._scaled_mm else compute
 
 
 _TILE = (128, 256)  # rows and columns of a result that one processor computes at a time
@@ -65,9 +65,9 @@ _PRODUCTS = {
 }
 
 
-def _rate(node: Node, hardware: Hardware) -> float:
+def _operation_rate(node: Node, hardware: Hardware) -> float:
     """Return the floating-point operations per second that an operation reaches by its shape."""
-    packet = _packet(node)
+    packet = _overload_packet(node)
     if not hardware.product_flops:
         return hardware.flops
     if packet not in _PRODUCTS:  # fused attention, or a convolution
@@ -85,14 +85,14 @@ def product_seconds(m: int, k: int, n: int, hardware: Hardware) -> float:
 
 def _product_rate(batch: int, m: int, k: int, n: int, hardware: Hardware) -> float:
     """Return the floating-point operations per second of `batch` products of `[m, k]` and `[k, n]`."""
-    return hardware.product_flops * k / (k + hardware.half_depth) * _filled(batch, m, n, hardware.processors)
+    return hardware.product_flops * k / (k + hardware.half_depth) * _filled_share(batch, m, n, hardware.processors)
 
 
-def _packet(node: Node) -> Any:
+def _overload_packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
-def _filled(batch: int, m: int, n: int, processors: int) -> float:
+def _filled_share(batch: int, m: int, n: int, processors: int) -> float:
     """Return the share of the processors' work that belongs to a result `[batch, m, n]`.
 
     Each processor computes one tile at a time. So the last tiles of a dimension, and the last wave of tiles, may not be

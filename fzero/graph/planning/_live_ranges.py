@@ -83,7 +83,9 @@ def live_ranges(graph: Graph) -> list[Range]:
     unlabeled = _unlabeled_ranges(list(graph.nodes), memory)
     leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in memory.indices[n]])
     labeled = [
-        r._replace(kind=node.meta.get("kind", "inputs"), label=_argument(node, leaves_in[memory.indices[node][0]] - 1))
+        r._replace(
+            kind=node.meta.get("kind", "inputs"), label=_argument_label(node, leaves_in[memory.indices[node][0]] - 1)
+        )
         if is_input(node)
         else r._replace(kind=kinds[node], label=_node_label(node))
         for node, r in zip(memory.producers, unlabeled, strict=False)
@@ -139,7 +141,7 @@ def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], memory: 
         # all parts of a view lie in one storage
         used = [s for a in node.all_input_nodes for s in (memory.indices[a][:1] if is_view(a) else memory.indices[a])]
         for source in (
-            () if node in repeated_waits else _completions(node)
+            () if node in repeated_waits else _completed_collectives(node)
         ):  # a collective holds its operands until its wait
             used += [] if is_carried(source) else memory.read_by(collective_of(source))
         for s in used:
@@ -165,7 +167,7 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
             ranges.append(Range(start=i, stop=i, bytes=extra, kind="buffers", label=f"workspace of {node.target}"))
         if node in repeated_waits:
             continue
-        for source in _completions(node):
+        for source in _completed_collectives(node):
             ranges += _pending_ranges(source, i if is_wait(node) else len(position), position)
         if is_wait(node) and _is_gloo_reduce_scatter(source_of_wait(node)):
             x = stand_ins_of(node)[0]
@@ -187,7 +189,7 @@ def _repeated_waits(order: Iterable[Node]) -> set[Node]:
     return repeated
 
 
-def _completions(node: Node) -> list[Node]:
+def _completed_collectives(node: Node) -> list[Node]:
     """List the collectives that end at a node: a wait's own, and at the output the reductions carried on."""
     if is_wait(node):
         return node.all_input_nodes
@@ -300,7 +302,7 @@ def record_peak(graph: Graph, peak: int) -> None:
     _RECORDED_PEAKS[graph] = peak
 
 
-def _argument(node: Node, count: int) -> str:
+def _argument_label(node: Node, count: int) -> str:
     """Return an argument's label, with the number of other arguments that share its storage."""
     label = node.meta.get("label", node.name)
     return f"{label} and {count} beside it" if count else label

@@ -357,7 +357,9 @@ def make_plan(
         name,
         operations=tuple([_planned_operation(n, times, phase_of[n]) for n, times in ops]),
         ranges=tuple(_plan_ranges(graph)),
-        collectives=tuple([_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]),
+        collectives=tuple(
+            [_make_collective(i, n, k, units, groups) for i, (n, k) in enumerate(ops) if is_collective(n)]
+        ),
         settings=settings,
         seconds=estimate_seconds(graph, hardware),
         rejected=tuple(rejected),
@@ -390,7 +392,7 @@ def _planned_operation(node: Node, times: int, phase: str) -> _Operation:
     return _Operation(node.name, target=target, line=line_of(node), flops=flops(node), times=times, phase=phase)
 
 
-def _collective(
+def _make_collective(
     position: int, node: Node, times: int, units: Mapping[Node, str], groups: Mapping[str, str] | None
 ) -> _Collective:
     n, width = moved_numel(node), stand_ins_of(node)[0].element_size()

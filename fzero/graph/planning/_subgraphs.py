@@ -127,7 +127,7 @@ class _Boundaries:
 
     def begins_subgraph(self, node: Node, subgraph: Sequence[Node]) -> bool:
         """Return whether a node must not be compiled with the nodes of the open subgraph, and remember its own."""
-        block = next((b for a in node.all_input_nodes if (b := _block(a))), "")
+        block = next((b for a in node.all_input_nodes if (b := _block_name(a))), "")
         chunk, is_host = chunk_of(node), node in self.host
         is_other_block = block not in ("", self.block) or _overwrites_unseen(node, subgraph)
         is_other_chunk = chunk not in (None, self.chunk)  # Inductor would keep the values of several chunks at once
@@ -199,7 +199,7 @@ class _SubgraphBuilder:
         So a block's gradient is scaled in the segment that updates the block. The scaling reads none of the block's
         arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
         """
-        for i, j in _neighbours(self.subgraphs, scalars):
+        for i, j in _neighbour_pairs(self.subgraphs, scalars):
             written = {storage_id(x) for n in self.subgraphs[i] if n.target is COPY for x in stand_ins_of(n)}
             for node in reversed(self.subgraphs[i]):
                 users = users_through_views(node)
@@ -214,7 +214,7 @@ class _SubgraphBuilder:
                 self.subgraph_index[node] = j
 
 
-def _neighbours(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
+def _neighbour_pairs(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
     """List the pairs of compiled subgraphs with nothing but scalars between them, the last pair first."""
     neighbours: list[tuple[int, int]] = []
     before = None
@@ -275,12 +275,12 @@ def runs_alone(node: Node) -> bool:
         or is_collective(node)
         or is_wait(node)
         or loop_of(node) is not None
-        or _packs(node)
+        or _packs_gradients(node)
         or node.target is write_part
     )
 
 
-def _packs(node: Node) -> bool:
+def _packs_gradients(node: Node) -> bool:
     """Return whether a node packs a unit's gradients. Inductor would allocate the buffer at the first gradient."""
     users = users_through_views(node) if name_of(node) in ("cat", "flatten_leaves") else []
     return bool(users) and all(is_reduce_collective(u) for u in users)
@@ -294,7 +294,7 @@ def is_alias(node: Node) -> bool:
     return is_view(node)
 
 
-def _block(node: Node) -> str:
+def _block_name(node: Node) -> str:
     """Return the repeated block whose argument (a parameter, a moment) a value views; "" if there is none."""
     source = resolve_alias(node)
     return source.meta.get("block", "") if is_input(source) else ""

@@ -97,12 +97,12 @@ def _group_lines(plan: "Plan") -> list[str]:
     order = (*PHASES, "")
     for (phase, kind), group in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
         times, bytes_ = sum(c.times for c in group), sum(c.bytes * c.times for c in group)
-        units = _fold([unit for c in group for unit in c.unit.split(" + ")])
+        units = _fold_names([unit for c in group for unit in c.unit.split(" + ")])
         lines.append(f"  {phase:<8}  {times:>4} x {kind:<14}  {format_bytes(bytes_):>10}  {units}")
     return lines
 
 
-def _fold(units: list[str]) -> str:
+def _fold_names(units: list[str]) -> str:
     """Return the names of units as text; units that differ only in a number are one name, such as "blocks.*"."""
     by_pattern: dict[str, set[str]] = {}
     for unit in units:

@@ -172,7 +172,7 @@ def _make_loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     return pipeline_function(loop, region_graphs, [make_operations_executable(g.graph, g.owned) for g in region_graphs])
 
 
-def _pop(one: list[torch.Tensor]) -> torch.Tensor:
+def _pop_only(one: list[torch.Tensor]) -> torch.Tensor:
     return one.pop()
 
 
@@ -181,7 +181,7 @@ def _pop_owned(graph: Graph, owned: Sequence[int]) -> None:
     inputs = [n for n in graph.nodes if is_input(n)]
     for i in owned:
         with graph.inserting_after(inputs[-1]):
-            value = graph.call_function(_pop, (inputs[i],))
+            value = graph.call_function(_pop_only, (inputs[i],))
         value.meta = dict(inputs[i].meta)
         inputs[i].replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 

@@ -67,7 +67,9 @@ class Lengths:
         if [len(s) for s in shapes] != [len(s) for s in self.first]:
             return None
         both = [
-            (i, d, a, b) for i, (s, t) in enumerate(zip(self.first, shapes, strict=True)) for d, (a, b) in _sizes(s, t)
+            (i, d, a, b)
+            for i, (s, t) in enumerate(zip(self.first, shapes, strict=True))
+            for d, (a, b) in _size_pairs(s, t)
         ]
         changed = [(i, d, a, b) for i, d, a, b in both if a != b]
         dims, pairs = frozenset((i, d) for i, d, *_ in changed), {(a, b) for *_, a, b in changed}
@@ -76,7 +78,7 @@ class Lengths:
         ((before, now),) = pairs
         if self.dims is None:
             self.dims, self.start = dims, before
-            self._note(self.first_codes, before)
+            self._record_segments(self.first_codes, before)
             self.first_codes.clear()
         return now
 
@@ -113,7 +115,7 @@ class Lengths:
         """Record the segments of planned calls that have not run, except the call with these shapes."""
         for other_shapes, graph in self.planned_graphs:
             if other_shapes != shapes and (length := self.length_of(other_shapes)) is not None:
-                self._note(distinct_segments(make_program(make_copies_async(graph))), length)
+                self._record_segments(distinct_segments(make_program(make_copies_async(graph))), length)
         self.planned_graphs.clear()
 
     def learn(self, codes: Sequence[Code], length: int | None) -> None:
@@ -121,9 +123,9 @@ class Lengths:
         if length is None:
             self.first_codes += [] if self.dims is not None else codes
         else:
-            self._note(codes, length)
+            self._record_segments(codes, length)
 
-    def _note(self, codes: Sequence[Code], length: int) -> None:
+    def _record_segments(self, codes: Sequence[Code], length: int) -> None:
         for code in codes:
             samples = self.samples.setdefault(segment_structure(code), [])
             sample = Sample(length, segment_integers(code))
@@ -131,7 +133,7 @@ class Lengths:
                 samples.append(sample)
 
 
-def _sizes(s: Sequence[int], t: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+def _size_pairs(s: Sequence[int], t: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
     return enumerate(zip(s, t, strict=True))
 
 

@@ -21,17 +21,17 @@ __all__ = ["Segment", "make_segment"]
 def _read_rounded_values(graph: Graph) -> None:
     """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`, which is exact; the sum may round."""
     for node in graph.nodes:
-        rounded = _rounded(node)
+        rounded = _rounded_operand(node)
         if rounded is not None:
             node.replace_all_uses_with(rounded)
 
 
-def _rounded(node: Node) -> Node | None:
+def _rounded_operand(node: Node) -> Node | None:
     """Return `r` of a node `narrow(p + (wide(r) - wide(p)))`, if nothing else reads `wide(r)`; else None."""
-    total = _operands(node, "_to_copy", 1)
-    parts = _operands(total[0], "add", 2) if total else []
-    step = _operands(parts[1], "sub", 2) if parts else []
-    wide = [x for a in step for x in _operands(a, "_to_copy", 1)]
+    total = _operation_operands(node, "_to_copy", 1)
+    parts = _operation_operands(total[0], "add", 2) if total else []
+    step = _operation_operands(parts[1], "sub", 2) if parts else []
+    wide = [x for a in step for x in _operation_operands(a, "_to_copy", 1)]
     if len(wide) != 2 or wide[1] is not parts[0] or len(wide[0].users) != 1:
         return None
     same = signature(wide[0].meta["val"]) == signature(node.meta["val"]) == signature(wide[1].meta["val"])
@@ -39,7 +39,7 @@ def _rounded(node: Node) -> Node | None:
     return wide[0] if same and all(x.itemsize > node.meta["val"].dtype.itemsize for x in widened) else None
 
 
-def _operands(node: Node, name: str, count: int) -> list[Node]:
+def _operation_operands(node: Node, name: str, count: int) -> list[Node]:
     """List the operands of a node if it is the operation `name` with exactly `count` operands, all nodes; else none."""
     if name_of(node) != name or len(node.args) != count or "alpha" in node.kwargs:
         return []

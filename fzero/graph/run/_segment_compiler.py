@@ -149,7 +149,7 @@ def compile_and_mark(code: Code) -> GraphFunction:
 def mark_compiled(code: Code) -> None:
     """Mark a segment as compiled in the folder of Inductor's cache, for `is_compiled`."""
     with suppress(OSError):
-        _file(code, "done").touch()
+        _marker_file(code, "done").touch()
 
 
 def compile_all(codes: Sequence[Code], compile_one: Callable[[Code], _T]) -> Iterator[tuple[Code, _T]]:
@@ -189,7 +189,7 @@ def can_load(code: Code) -> bool:
 def is_compiled(code: Code) -> bool:
     """Return whether a process of this machine has compiled a segment into this process's cache."""
     try:
-        return _file(code, "done").exists()
+        return _marker_file(code, "done").exists()
     except OSError:  # the folder cannot be made
         return False
 
@@ -198,7 +198,7 @@ def is_compiled(code: Code) -> bool:
 def _segment_lock(code: Code, seconds: float) -> Iterator[bool]:
     """Try for some seconds to hold the lock of a segment. Yield whether this process may compile the segment."""
     try:
-        lock = FileLock(_file(code, "lock"))
+        lock = FileLock(_marker_file(code, "lock"))
         lock.acquire(timeout=seconds)
     except Timeout:
         yield False
@@ -212,7 +212,7 @@ def _segment_lock(code: Code, seconds: float) -> Iterator[bool]:
         lock.release()
 
 
-def _file(code: Code, suffix: str) -> Path:
+def _marker_file(code: Code, suffix: str) -> Path:
     folder = inductor_folder()
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{code.name}.{suffix}"

@@ -88,13 +88,13 @@ def start_workers(
         command = [sys.executable, "-c", run]
         p = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=_QUIET, stderr=_QUIET)
         threading.Thread(
-            target=_send, args=(p, data), daemon=True
+            target=_send_to_worker, args=(p, data), daemon=True
         ).start()  # the worker reads after it has imported torch
         processes.append(p)
     return Workers(tuple(processes))
 
 
-def _send(worker: subprocess.Popen[bytes], data: bytes) -> None:
+def _send_to_worker(worker: subprocess.Popen[bytes], data: bytes) -> None:
     assert worker.stdin is not None
     with suppress(OSError, ValueError):  # the worker has ended or was stopped: its segments are compiled here
         worker.stdin.write(len(data).to_bytes(8, "little") + data)

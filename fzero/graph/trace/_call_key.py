@@ -46,7 +46,7 @@ def call_key(arguments: Arguments) -> Key:
         tensors=tensors,
         buffers=arguments.buffers,
         values=values,
-        settings=_settings(),
+        settings=_global_settings(),
     )
     try:
         hash(key)
@@ -61,7 +61,7 @@ def call_key(arguments: Arguments) -> Key:
     return key
 
 
-def _settings() -> tuple[Any, ...]:
+def _global_settings() -> tuple[Any, ...]:
     casts = tuple([torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in autocast_kinds()])
     return torch.get_default_dtype(), torch.is_grad_enabled(), casts
 
@@ -73,7 +73,7 @@ def recompilation_reason(old: Key, arguments: Arguments) -> str:
         return "the arguments have another structure"
     if old.settings != new.settings:
         return "torch's default dtype, grad mode or autocast was switched"
-    for name, before, after in zip(arguments.leaf_names, _leaves(old), _leaves(new), strict=True):
+    for name, before, after in zip(arguments.leaf_names, _leaf_texts(old), _leaf_texts(new), strict=True):
         if before.text != after.text:
             return f"{name} was {before.text} and is {after.text}"
         if before != after:
@@ -91,7 +91,7 @@ class _LeafText(NamedTuple):
     details: str = ""
 
 
-def _leaves(key: Key) -> list[_LeafText]:
+def _leaf_texts(key: Key) -> list[_LeafText]:
     """Return the text of each leaf of a key, for the error that tells how two calls differ."""
     values = iter(key.values)
     texts: list[_LeafText] = []

@@ -52,7 +52,7 @@ def _check_apart(arguments: Arguments, tensors: Sequence[torch.Tensor], donated:
     for i, x in enumerate(tensors):
         if x.numel():
             start = x.data_ptr()
-            spans.append((start, start + _extent(x), i))
+            spans.append((start, start + _extent_bytes(x), i))
     spans.sort()
     reach, holder = 0, 0
     for start, stop, i in spans:
@@ -126,7 +126,7 @@ def match_results(
     occupied: dict[int, int] = {}  # tensor -> id of the value that is written into it
     for k, (name, x) in enumerate(zip(results, leaves, strict=True)):
         i = by_path.get((("0." + name.path).rstrip(".") if single else name.path, name.space))
-        if i is not None and _fits(x, tensors[i]) and occupied.setdefault(i, id(x)) == id(x):
+        if i is not None and _is_alike(x, tensors[i]) and occupied.setdefault(i, id(x)) == id(x):
             matches[k] = i
     values = {id(leaves[k]) for k in matches}
     for k, x in enumerate(leaves):
@@ -134,18 +134,18 @@ def match_results(
             candidates = [
                 i for i in sorted(free - occupied.keys()) if arguments.tensor_names[i].space == results[k].space
             ]
-            i = next((i for i in candidates if _fits(x, tensors[i])), None)
+            i = next((i for i in candidates if _is_alike(x, tensors[i])), None)
             if i is not None:
                 matches[k], occupied[i] = i, id(x)
     return matches
 
 
-def _fits(x: Any, y: torch.Tensor) -> bool:
+def _is_alike(x: Any, y: torch.Tensor) -> bool:
     is_alike = isinstance(x, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
     return is_alike and (y.device.type == "meta" or x.device == y.device)
 
 
-def _extent(x: torch.Tensor) -> int:
+def _extent_bytes(x: torch.Tensor) -> int:
     if x.is_contiguous():
         return x.nbytes
     return (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size()

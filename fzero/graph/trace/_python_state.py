@@ -21,16 +21,16 @@ def refuse_python_state(name: str, f: Callable[..., Any]) -> Iterator[None]:
     Raises:
         RuntimeError: if one of them changed. The message names it.
     """
-    variables, numbers = _variables(f), _generators()
+    variables, numbers = _function_variables(f), _generator_states()
     lengths = {key: len(value) for key, value in variables.items() if isinstance(value, list)}
     yield
-    for generator, state in _generators().items():
+    for generator, state in _generator_states().items():
         if state != numbers[generator]:
             raise RuntimeError(
                 f"fzero.jit: {name} draws from {generator} while it is traced, and every step would use the same "
                 "number: draw with torch.rand, or pass the number as a tensor, an argument of the step"
             )
-    for key, value in _variables(f).items():
+    for key, value in _function_variables(f).items():
         before = variables.get(key)
         if isinstance(value, list) and any(_torch.is_stand_in(x) for x in value[lengths.get(key, 0) :]):
             raise RuntimeError(
@@ -45,7 +45,7 @@ def refuse_python_state(name: str, f: Callable[..., Any]) -> Iterator[None]:
             )
 
 
-def _variables(f: Callable[..., Any]) -> dict[str, Any]:
+def _function_variables(f: Callable[..., Any]) -> dict[str, Any]:
     """Return the nonlocal and global variables of a function's code, by name."""
     code = getattr(f, "__code__", None)
     if code is None:
@@ -63,7 +63,7 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-def _generators() -> dict[str, Any]:
+def _generator_states() -> dict[str, Any]:
     """Return the states of Python's and numpy's global generators, by their names."""
     states: dict[str, Any] = {"random": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:

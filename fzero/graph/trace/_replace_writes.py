@@ -35,7 +35,7 @@ def replace_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool
     replacements: dict[Node, _Replacement] = {}
     for n in memory:
         if n in writers:
-            replacement = _replacement(n, writers[n])
+            replacement = _pure_counterpart(n, writers[n])
             if replacement is None:
                 return False
             replacements[n] = replacement
@@ -63,7 +63,7 @@ def _is_fresh(node: Node, memory: Mapping[Node, Sequence[int]]) -> bool:
     return node.op == "call_function" and len(memory[node]) == 1 and memory[node][0] not in operand_memory
 
 
-def _replacement(node: Node, into: Sequence[Node]) -> _Replacement | None:
+def _pure_counterpart(node: Node, into: Sequence[Node]) -> _Replacement | None:
     """Return the pure counterpart of a node's write, such as `add` for `add_`; None if it has none of the same form."""
     name, target = name_of(node), node.target
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and [*into] == [node.args[0]] else None

@@ -44,8 +44,8 @@ def _erase_round_trips(graph: Graph) -> None:
         graph: a traced graph without writes, which is changed.
     """
     for node in list(graph.nodes):
-        wide = _cast(node)
-        source = None if wide is None else _cast(wide)
+        wide = _cast_operand(node)
+        source = None if wide is None else _cast_operand(wide)
         if source is None or wide is None or not _holds_all(wide.meta["val"].dtype, source.meta["val"].dtype):
             continue
         views, users = views_and_users(node)
@@ -59,7 +59,7 @@ def _erase_round_trips(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _cast(node: Node) -> Node | None:
+def _cast_operand(node: Node) -> Node | None:
     """Return the operand of a node that only casts it to another dtype; None for other nodes."""
     is_plain_cast = node.target is _CAST and {*node.kwargs} <= {"dtype"} and isinstance(node.args[0], Node)
     return node.all_input_nodes[0] if is_plain_cast else None
@@ -168,7 +168,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
             continue
         name = str(node.target)
         value = getattr(gm, name)
-        key = _literal(node, value) or name
+        key = _literal_key(node, value) or name
         if key not in arguments:
             with graph.inserting_before(first):
                 arguments[key] = graph.placeholder(name)
@@ -209,7 +209,7 @@ def _is_move(node: Node, value: torch.Tensor) -> bool:
     return is_same and isinstance(device, torch.device) and is_accelerator(device)
 
 
-def _literal(node: Node, value: Any) -> Hashable:
+def _literal_key(node: Node, value: Any) -> Hashable:
     """Return a key for a tensor that the step makes from numbers, as `torch.tensor(0.5)`; None for other tensors."""
     is_lifted = all(n.target is aten.lift_fresh_copy.default for n in node.users)
     if not is_lifted or not isinstance(value, torch.Tensor) or value.numel() > 1000:

@@ -83,7 +83,7 @@ def _refuse_writes(nodes: Iterable[Node], labels: dict[int, str]) -> None:
     """Refuse in-place writes into captured tensors, and into memory that has a label."""
     for node in nodes:
         for x in writes(node):
-            base = _base(x)
+            base = _base_of(x)
             is_tensor = isinstance(base.meta.get("val"), torch.Tensor)
             label = labels.get(_torch.storage_id(base.meta["val"])) if is_tensor else None
             label = "a captured tensor" if base.op == "get_attr" else label
@@ -107,7 +107,7 @@ def _check_operation(node: Node) -> None:
             f"fzero.jit: the step calls a custom operation that writes into its arguments {_target_and_line(node)}, "
             "and a graph of values cannot hold it: change it to return new tensors"
         )
-    if name_of(node) in _HIDDEN and _trains(node):
+    if name_of(node) in _HIDDEN and _updates_statistics(node):
         raise RuntimeError(
             "fzero.jit: the step runs a batch norm that writes running statistics behind torch's back "
             f"{_target_and_line(node)}: switch it off (with torch.backends.cudnn.flags(enabled=False)), "
@@ -115,7 +115,7 @@ def _check_operation(node: Node) -> None:
         )
 
 
-def _trains(node: Node) -> bool:
+def _updates_statistics(node: Node) -> bool:
     """Return whether a batch norm updates running statistics."""
     arguments = {a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)}  # pyright: ignore
     arguments |= node.kwargs
@@ -126,7 +126,7 @@ def _target_and_line(node: Node) -> str:
     return f"({node.target}) at {_torch.line_of(node)}"
 
 
-def _base(node: Node) -> Node:
+def _base_of(node: Node) -> Node:
     """Follow views to their base; stop at a lifted literal, such as torch.tensor(3.0), which is a fresh tensor."""
     while (is_view(node) or is_loop_slice(node)) and node.all_input_nodes and "lift_fresh" not in str(node.target):
         node = node.all_input_nodes[0]

@@ -95,7 +95,7 @@ class DynamicIndex(NamedTuple):
     position: torch.Tensor
 
 
-def _select(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tensor:
+def _select_at(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.Tensor:
     """Return `values[position]`, where `position` is a tensor."""
     if all(x is values[0] for x in values):
         return values[0]
@@ -135,7 +135,7 @@ def run_dynamic_block(
             out = y
         else:
             is_mine = tensor_on([i in members for i in index.indices], device=index.position.device)
-            out = torch.where(_select(list(is_mine), index.position), y, out)
+            out = torch.where(_select_at(list(is_mine), index.position), y, out)
     assert out is not None, "no index is possible"
     return out
 
@@ -173,5 +173,7 @@ def _select_tree(trees: Sequence[Any], position: torch.Tensor) -> Any:
     """Select one of several trees of equal structure, leaf by leaf."""
     columns = [tree.flatten(t)[0] for t in trees]
     structure = tree.flatten(trees[0])[1]
-    leaves = [_select(xs, position) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)]
+    leaves = [
+        _select_at(xs, position) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in zip(*columns, strict=True)
+    ]
     return tree.unflatten(structure, leaves)

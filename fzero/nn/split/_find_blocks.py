@@ -18,7 +18,7 @@ def find_blocks(module: torch.nn.Module, list_name: str | None) -> tuple[str, ..
         ValueError: if the module has no such list, or if it has several and `list_name` is None. Also if the blocks
             differ in the names, shapes or dtypes of their parameters.
     """
-    lists = _lists(module)
+    lists = _module_lists(module)
     kind = type(module).__name__
     if list_name is not None and list_name not in lists:
         raise ValueError(f"blocks={list_name!r}: {kind} has no such list of blocks; it has {_names_in(lists)}")
@@ -38,7 +38,7 @@ def find_blocks(module: torch.nn.Module, list_name: str | None) -> tuple[str, ..
     return names
 
 
-def _lists(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+def _module_lists(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the outermost lists of at least two modules of one class: by name, the names of the members."""
     block_lists: dict[str, tuple[str, ...]] = {}
     for name, m in module.named_modules():

@@ -204,7 +204,7 @@ class _SplitModule:
         raise ValueError(str(first_error))
 
     def _run_shell(self, shell: Apply, rest: NamedTensors, batch: Any, handler: BlockHandler) -> Any:
-        args, kwargs = _arguments(batch)
+        args, kwargs = _call_arguments(batch)
         with handler:
             out, written = shell(rest, self.constants, *args, **kwargs)
         _check_constants(self.constants, written, "")
@@ -332,7 +332,7 @@ def _expanded_zeros(shape: torch.Size, dtype: torch.dtype, batch: Any) -> torch.
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})

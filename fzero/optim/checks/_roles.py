@@ -25,7 +25,7 @@ _Marks = dict[int, tuple["weakref.ref[torch.Tensor]", Any, _Role]]
 _MARKS: ContextVar[_Marks | None] = ContextVar("marks", default=None)
 
 
-def _marks() -> _Marks | None:
+def _current_marks() -> _Marks | None:
     return None if torch.compiler.is_dynamo_compiling() else _MARKS.get()
 
 
@@ -44,14 +44,14 @@ def watch_roles() -> Iterator[None]:
 
 def mark_role(values: Any, role: _Role) -> None:
     """Note the role of a tree's tensors, those of boxes too. Outside of `watch_roles` it does nothing."""
-    marks = _marks()
+    marks = _current_marks()
     if marks is not None:
         marks.update({id(x): (weakref.ref(x), version_key(x), role) for x in tree.tensors(values)})
 
 
 def mark_state(old: Any, new: Any) -> None:
     """Note the tensors of an update's new state, and those of its old state that the new one does not hold."""
-    if _marks() is None:
+    if _current_marks() is None:
         return
     present = {id(x) for x in tree.tensors(new)}
     mark_role(new, "state")
@@ -60,7 +60,7 @@ def mark_state(old: Any, new: Any) -> None:
 
 def role_of(values: Any) -> _Role | None:
     """Return the role of a tree's first tensor that has one; None if none has, and outside of `watch_roles`."""
-    marks = _marks()
+    marks = _current_marks()
     for x in tree.tensors(values) if marks else ():
         mark = None if marks is None else marks.get(id(x))
         if mark is not None and mark[0]() is x and mark[1] == version_key(x):
@@ -70,7 +70,7 @@ def role_of(values: Any) -> _Role | None:
 
 def has_role(role: _Role) -> bool:
     """Return whether a tree of this role was noted."""
-    return any(other == role for *_, other in (_marks() or {}).values())
+    return any(other == role for *_, other in (_current_marks() or {}).values())
 
 
 def is_opt_state(values: object) -> bool:

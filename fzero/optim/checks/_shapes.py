@@ -167,7 +167,7 @@ def _first_of_another_shape(values: Tree, others: Tree) -> tuple[str, list[int],
     for i, (x, y) in enumerate(zip(entries, tree.leaves_up_to(values, others, is_box), strict=True)):
         if is_box(x) and isinstance(y, torch.Tensor):
             raise tree.structure_error(values, others)
-        shapes = _shape(x), _shape(y)
+        shapes = _full_shape(x), _full_shape(y)
         if shapes[0] != shapes[1] and None not in shapes:
             return tree.flatten_with_paths(values, is_box)[0][i], [*(shapes[0] or ())], [*(shapes[1] or ())]
     return None
@@ -182,7 +182,7 @@ def _have_same_shapes(values: Tree, others: Tree) -> bool:
     return all(isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape for x, y in pairs)
 
 
-def _shape(x: Any) -> tuple[int, ...] | None:
+def _full_shape(x: Any) -> tuple[int, ...] | None:
     """Return the shape of a tensor, or that of a shard's pieces together; None for anything else."""
     if isinstance(x, torch.Tensor):
         return tuple(x.shape)

@@ -116,7 +116,7 @@ def torch_hints(make: Callable[_P, _R]) -> Callable[_P, _R]:
     def make_with_hints(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for argument, value in kwargs.items():
             if argument not in arguments:
-                raise TypeError(_hint(name, tuple(signature.parameters), argument, value))
+                raise TypeError(_argument_hint(name, tuple(signature.parameters), argument, value))
         if args and _are_parameters(args[0]):
             first = next(iter(signature.parameters))
             raise TypeError(
@@ -128,7 +128,7 @@ def torch_hints(make: Callable[_P, _R]) -> Callable[_P, _R]:
     return api_boundary(make_with_hints)
 
 
-def _hint(name: str, arguments: Iterable[str], unknown: str, value: Any) -> str:
+def _argument_hint(name: str, arguments: Iterable[str], unknown: str, value: Any) -> str:
     """Return the error message for an unknown argument of the function `name`."""
     arguments = tuple(arguments)
     for equivalent in _EQUIVALENT_ARGUMENTS.get(unknown, ()):

@@ -76,7 +76,7 @@ class _ExpertUnit(NamedTuple):
     first: list[int]
 
 
-def _layer(path: str, names: tuple[str, ...]) -> str | None:
+def _layer_path(path: str, names: tuple[str, ...]) -> str | None:
     """Return the part of a leaf's path that all experts of a layer share; None for a leaf without experts."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part in names]
@@ -93,7 +93,7 @@ def _layer(path: str, names: tuple[str, ...]) -> str | None:
 def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> Updates:
     """Scale the rows of each expert so that the norm of an expert's gradients is at most `max_norm`."""
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
-    layers = [_layer(path, names) for path in paths]
+    layers = [_layer_path(path, names) for path in paths]
     if paths and not any(layers):
         examples = ", ".join([repr(path) for path in paths[:3]])
         raise ValueError(
@@ -108,19 +108,19 @@ def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> U
     for u in sharded:
         for axes, layer, squares in _row_sums_of_unit(u):
             sums.setdefault(axes, []).append((layer, squares))
-    scales = _scales(sums, max_norm)
+    scales = _expert_factors(sums, max_norm)
     out = list(entries)
     for i, x in plain.items():
-        out[i] = _multiply(x, scales[str(layers[i])].view(-1, *[1] * (x.ndim - 1)))
+        out[i] = _multiply_by_expert(x, scales[str(layers[i])].view(-1, *[1] * (x.ndim - 1)))
     for u in sharded:
         box = u.unit.shard
         ones = scales[next(layer for layer in u.layers if layer is not None)].new_ones(1)
         table = torch.cat([ones if layer is None else scales[layer] for layer in (*u.layers, None)])
-        out[u.unit.members[0][0]] = Shard(_multiply(box.data, table[_row_ids(u)]), box.spec_id)
+        out[u.unit.members[0][0]] = Shard(_multiply_by_expert(box.data, table[_row_ids(u)]), box.spec_id)
     return tree.unflatten(structure, out)
 
 
-def _multiply(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _multiply_by_expert(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (at_least_float32(x) * scale).to(x.dtype)
 
 
@@ -175,7 +175,9 @@ def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.
     return sums
 
 
-def _scales(sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Scalar) -> dict[str, torch.Tensor]:
+def _expert_factors(
+    sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]], max_norm: Scalar
+) -> dict[str, torch.Tensor]:
     """Sum squares over ranks and over the leaves of each layer, and return the factor of each expert, by layer."""
     squares: dict[str, Any] = {}
     for axes, local in sums.items():

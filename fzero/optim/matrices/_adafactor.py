@@ -95,7 +95,7 @@ def adafactor(
             raise ValueError("adafactor needs the parameters: opt.update(grads, state, params)")
         count = state.count + 1
         t, rate = count.to(torch.float64), rate_at(learning_rate, state.count)
-        steps, rows, columns = _directions(grads, state, t**-decay_rate, eps)
+        steps, rows, columns = _normalize_updates(grads, state, t**-decay_rate, eps)
         size = (1 / t.sqrt()).clamp(max=rate)
 
         def step(
@@ -150,7 +150,7 @@ class _Factors(NamedTuple):
     min_root: Scalar
 
 
-def _directions(
+def _normalize_updates(
     grads: Updates, state: AdafactorState, weight: torch.Tensor, eps: Scalar | None
 ) -> tuple[Updates, Tree, Tree]:
     """Return gradients divided by the roots of their second moments, and the new means, of rows and of columns.
@@ -165,7 +165,7 @@ def _directions(
         first = sums.positions[0]
         _check_means(paths[first], sums, rows[first], columns[first])
         row, column = _new_means(sums, rows[first], columns[first], weight)
-        leaf_factors = _factors(row, column, torch.finfo(rows[first].dtype).eps if eps is None else eps)
+        leaf_factors = _root_factors(row, column, torch.finfo(rows[first].dtype).eps if eps is None else eps)
         direction = _full_direction(entries[first], leaf_factors) if isinstance(entries[first], torch.Tensor) else None
         for position in sums.positions:
             rows[position], columns[position], factors[position] = row, column, leaf_factors
@@ -200,7 +200,7 @@ def _new_means(
     return lerp(rows, row_means, weight), lerp(columns, column_means, weight)
 
 
-def _factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Scalar) -> _Factors:
+def _root_factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Scalar) -> _Factors:
     wide = at_least_float32(rows)
     if columns is None:
         return _Factors(wide, None, min_root)

@@ -80,7 +80,7 @@ def _local_sums(box: Shard) -> torch.Tensor:
     """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
     squares, (row, column) = at_least_float32(box.data).square(), _indices_of_sums(box)
     # the last one collects elements without a sum
-    sums = squares.new_zeros(_length(traced_spec(box.spec_id).full_shapes) + 1)
+    sums = squares.new_zeros(_sum_count(traced_spec(box.spec_id).full_shapes) + 1)
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
@@ -134,14 +134,14 @@ class _LeafRange(NamedTuple):
     columns: int
 
 
-def _length(shapes: Sequence[_Shape]) -> int:
+def _sum_count(shapes: Sequence[_Shape]) -> int:
     """Return the number of sums of a unit."""
     return sum([math.prod(row_shape(shape)) + math.prod(column_shape(shape) or (0,)) for shape in shapes])
 
 
 def _leaf_ranges(shapes: Sequence[_Shape]) -> list[_LeafRange]:
     """Return the range of each leaf, and the range of the padding last; the padding has no sums."""
-    end = _length(shapes)
+    end = _sum_count(shapes)
     ranges = []
     offset = 0
     start = 0
@@ -165,7 +165,7 @@ def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     position = unit_index(box.spec_id, device) * k + torch.arange(k, device=device)
     table = tensor_on([list(column) for column in zip(*_leaf_ranges(shapes), strict=True)], device=device)
     offset, width, area, rows, columns = table[:, segment_ids(box.spec_id, device)]  # table: [5, leaves + 1]
-    inner, end = position - offset, _length(shapes)  # inner: the position in the leaf
+    inner, end = position - offset, _sum_count(shapes)  # inner: the position in the leaf
     row = torch.where(rows == end, rows, rows + inner // width)
     column = torch.where(columns == end, columns, columns + inner // area * width + inner % width)
     if not traced_spec(box.spec_id).split:

@@ -86,17 +86,17 @@ def _map_shards(
     first, *rest = join_axes(unit_axes(boxes[0].spec_id)) or [NO_AXIS]
     xs = [box.data.to(dtype or box.data.dtype) for box in boxes]
     for a in rest[::-1]:  # the axes have no joint group: gather over the rest, and assign over the slowest axis
-        xs = [_along(a, "all_gather", x) for x in xs]
+        xs = [_apply_along(a, "all_gather", x) for x in xs]
     ranks = first.size
     sizes = tuple([traced_spec(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes])
-    matrices = [m for i, box in enumerate(boxes) for m in _matrices(i, box.spec_id, indices[i])]
+    matrices = [m for i, box in enumerate(boxes) for m in _unit_matrices(i, box.spec_id, indices[i])]
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
     assignment_id = intern_assignment(ranks, sizes, tuple(matrices))
     assignment, options = assignment_of(assignment_id), AssignmentOptions(assignment_id)
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        return _along(first, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
+        return _apply_along(first, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
 
     (parts,) = apply(first.token, "shards_to_parts", first.binding, options, *xs)
     stacks = apply(first.token, "parts_to_matrices", first.binding, options, exchange(parts))
@@ -106,11 +106,11 @@ def _map_shards(
     (parts,) = apply(first.token, "matrices_to_parts", first.binding, options, *results)
     xs = apply(first.token, "parts_to_shards", first.binding, options, exchange(parts))
     for a in rest:
-        xs = [_along(a, "own_part", x) for x in xs]
+        xs = [_apply_along(a, "own_part", x) for x in xs]
     return [x.to(box.data.dtype) for x, box in zip(xs, boxes, strict=True)]
 
 
-def _along(axis: Any, name: str, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+def _apply_along(axis: Any, name: str, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     (y,) = apply(axis.token, name, axis.binding, DimOptions(dim), x)
     return y
 
@@ -129,7 +129,7 @@ def _map_stack_of_owner(f: _MatrixFunction, stack: torch.Tensor, split: Sequence
     return stack
 
 
-def _matrices(unit: int, spec_id: int, indices: set[int]) -> list[Matrix]:
+def _unit_matrices(unit: int, spec_id: int, indices: set[int]) -> list[Matrix]:
     """List the matrices of a unit, the assignment's number `unit`; the split of a matrix says how its leaf is split."""
     spec = traced_spec(spec_id)
     matrices: list[Matrix] = []

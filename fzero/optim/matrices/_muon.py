@@ -123,17 +123,20 @@ def muon(
         ahead, average = _momentum_direction(grads, state.momentum, momentum, nesterov, stored_exactly=policy is None)
         directions = map_matrices(direction, ahead, tree.leaves_up_to(grads, is_matrix, is_box), ns_dtype)
         scales = per_leaf(
-            grads, tree.map(lambda p, m: _scale(adjust_lr_fn, p) if m else 0.0, abstract(grads), is_matrix)
+            grads, tree.map(lambda p, m: _update_scale(adjust_lr_fn, p) if m else 0.0, abstract(grads), is_matrix)
         )
         updates = tree.map(lambda d, s: (-rate * s * d).to(d.dtype), directions, scales)
         if not is_zero(weight_decay):
-            updates = _decay(updates, params, rate, weight_decay)
+            updates = _subtract_decay(updates, params, rate, weight_decay)
         return updates, MuonState(state.count + 1, average)
 
     matrices = Optimizer(init, update, exact_on_shards=True, elementwise=False)
     if fallback is None:
         return matrices
-    return chain(masked(matrices, lambda p: _mask(p, mask)), masked(fallback, lambda p: _negate_mask(_mask(p, mask))))
+    return chain(
+        masked(matrices, lambda p: _resolve_mask(p, mask)),
+        masked(fallback, lambda p: _negate_mask(_resolve_mask(p, mask))),
+    )
 
 
 def _momentum_direction(
@@ -154,7 +157,7 @@ def _momentum_direction(
     return ahead, average
 
 
-def _decay(updates: Updates, params: Params | None, rate: Scalar, weight_decay: Scalar) -> Updates:
+def _subtract_decay(updates: Updates, params: Params | None, rate: Scalar, weight_decay: Scalar) -> Updates:
     """Subtract a share of the parameters from the updates.
 
     Raises:
@@ -178,11 +181,11 @@ def _orthogonalize(
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _scale(name: str | None, leaf: torch.Tensor) -> float:
+def _update_scale(name: str | None, leaf: torch.Tensor) -> float:
     return _SCALES[name](*leaf.shape[-2:]) if leaf.numel() else 0.0
 
 
-def _mask(params: Params, mask: Mask | None) -> Tree:
+def _resolve_mask(params: Params, mask: Mask | None) -> Tree:
     """Return a tree of bools: whether each full leaf is Muon's."""
     if mask is None:
         return tree.map(lambda p: p.ndim == 2, params)
@@ -196,7 +199,7 @@ def _negate_mask(mask: Tree) -> Tree:
 def _check_mask(params: Params, mask: Mask | None, has_fallback: bool) -> Tree:
     """Return the mask as a tree of bools. Muon's leaves must be matrices, and the rest must have an optimizer."""
     leaves = abstract(params)
-    is_matrix = _mask(leaves, mask)
+    is_matrix = _resolve_mask(leaves, mask)
     paths, entries, _ = tree.flatten_with_paths(leaves)
     for path, x, m in zip(paths, entries, tree.leaves_up_to(leaves, is_matrix), strict=True):
         if x is None:

@@ -38,7 +38,7 @@ def _dynamic_values(signed: bool) -> tuple[float, ...]:
     values = [0.0, 1.0]
     for decade in range(7):
         parts = 2**decade if signed else 2 ** (decade + 1)
-        edges = _edges(parts)
+        edges = _bin_edges(parts)
         middles = [_round_to_float32((x + y) / 2) for x, y in itertools.pairwise(edges)]
         scaled = [_round_to_float32(_round_to_float32(10.0 ** (decade - 6)) * x) for x in middles]
         values += [*scaled, *([-x for x in scaled] if signed else [])]
@@ -50,7 +50,7 @@ def _round_to_float32(x: float) -> float:
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
-def _edges(parts: int) -> list[float]:
+def _bin_edges(parts: int) -> list[float]:
     """Divide [0.1, 1] into equal parts, in the arithmetic of `torch.linspace` in float32: products are not rounded."""
     start, step = _round_to_float32(0.1), _round_to_float32(_round_to_float32(1 - _round_to_float32(0.1)) / parts)
     half = (parts + 1) // 2
@@ -95,11 +95,11 @@ class DynamicCode(NamedTuple):
 
 def dynamic_code(signed: bool, device: torch.device) -> DynamicCode:
     """Return the signed or the unsigned code. A trace makes tensors of its own, which are constants of its graph."""
-    return (_tables.__wrapped__ if is_tracing() else _tables)(signed, device)
+    return (_code_tables.__wrapped__ if is_tracing() else _code_tables)(signed, device)
 
 
 @functools.cache
-def _tables(signed: bool, device: torch.device) -> DynamicCode:
+def _code_tables(signed: bool, device: torch.device) -> DynamicCode:
     return DynamicCode(
         tensor_on(_dynamic_values(signed), dtype=torch.float32, device=device),
         tensor_on(_midpoints(signed), dtype=torch.float32, device=device),

@@ -82,14 +82,14 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @assume_constant_result
-def _paths(spec_id: int) -> tuple[str, ...]:
+def _unit_paths(spec_id: int) -> tuple[str, ...]:
     return spec_of(spec_id).paths
 
 
 def full_leaves(spec_id: int, is_full: _IsFull) -> tuple[bool, ...]:
     """Return for each leaf of a unit whether its moments stay in full precision."""
     spec = traced_spec(spec_id)
-    rows = zip(_paths(spec_id), spec.item_shapes, strict=True)
+    rows = zip(_unit_paths(spec_id), spec.item_shapes, strict=True)
     return tuple([is_full(path, shape, spec.dtype) for path, shape in rows])
 
 

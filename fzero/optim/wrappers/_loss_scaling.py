@@ -108,8 +108,8 @@ def dynamic_loss_scale(
         good = all_finite(grads)
         updates, inner = opt.update(grads, state.inner, params=params)
         # x + -0.0 is x for every x; 0.0 would change a parameter of -0.0 to 0.0
-        updates = map_spaces(lambda space, u: _select(good, space, u, torch.full_like(u, -0.0)), updates)
-        inner = map_spaces(partial(_select, good), inner, state.inner)
+        updates = map_spaces(lambda space, u: _select_if_good(good, space, u, torch.full_like(u, -0.0)), updates)
+        inner = map_spaces(partial(_select_if_good, good), inner, state.inner)
         growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
         grows = growth >= growth_interval
         larger = (state.scale * growth_factor).clamp(max=maximum)
@@ -184,7 +184,7 @@ def _has_nonfinite(x: torch.Tensor) -> torch.Tensor:
     return (~x.isfinite()).any().to(torch.float32)
 
 
-def _select(good: torch.Tensor, space: str, new: Any, old: Any) -> Any:
+def _select_if_good(good: torch.Tensor, space: str, new: Any, old: Any) -> Any:
     if not isinstance(new, torch.Tensor):
         return new
     return torch.where(to_host(good) if space == "host" else good, new, old)

@@ -126,8 +126,8 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
 def _distinct_masters(masters: Params, like: Params) -> Params:
     """Return the masters, with None for parameters that are in the masters' dtype; `like` has the dtypes."""
     entries, structure = tree.flatten(masters, is_box)
-    expected = [_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
-    is_narrow = [to is not None and to != _dtype(x) for x, to in zip(entries, expected, strict=True)]
+    expected = [_dtype_of(x) for x in tree.leaves_up_to(masters, like, is_box)]
+    is_narrow = [to is not None and to != _dtype_of(x) for x, to in zip(entries, expected, strict=True)]
     narrow_units = {x.spec_id for x, narrow in zip(entries, is_narrow, strict=True) if isinstance(x, Shard) and narrow}
     is_kept = [x.spec_id in narrow_units if isinstance(x, Slot) else n for x, n in zip(entries, is_narrow, strict=True)]
     return tree.unflatten(structure, [x if keep else None for x, keep in zip(entries, is_kept, strict=True)])
@@ -245,7 +245,7 @@ def _check_masters(params: Params, masters: Params, precision: Precision) -> Non
     """
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
     for path, p, m in zip(paths, entries, tree.flatten(masters, is_box)[0], strict=True):
-        dtype = _dtype(p)
+        dtype = _dtype_of(p)
         if dtype is not None and not isinstance(p, Slot) and (m is None) != (dtype == precision.master):
             has = "no master weights" if m is None else "master weights, too,"
             raise ValueError(
@@ -254,7 +254,7 @@ def _check_masters(params: Params, masters: Params, precision: Precision) -> Non
             )
 
 
-def _dtype(x: object) -> torch.dtype | None:
+def _dtype_of(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; None if it is not a tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
         return traced_spec(x.spec_id).dtype
@@ -271,12 +271,12 @@ def check_dtypes(params: Params, grads: Updates, like: Params, precision: Precis
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
     columns = [tree.leaves_up_to(params, values, is_box) for values in (grads, like)]
     for path, p, g, x in zip(paths, entries, *columns, strict=True):
-        dtype, grad_dtype = _dtype(x), _dtype(g)
+        dtype, grad_dtype = _dtype_of(x), _dtype_of(g)
         if dtype is None or isinstance(p, Slot):
             continue
-        if _dtype(p) != dtype:
+        if _dtype_of(p) != dtype:
             raise TypeError(
-                f"{name}: params leaf {path!r} is {_dtype(p)}, and precision says {dtype}; start with params, "
+                f"{name}: params leaf {path!r} is {_dtype_of(p)}, and precision says {dtype}; start with params, "
                 "opt_state = step.init(params, opt); unsharded, params = precision.cast(params) after opt.init(params)"
             )
         expected = precision.gradients(dtype).grad

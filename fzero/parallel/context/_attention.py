@@ -101,7 +101,7 @@ def attention(
         own = bound_axis(axis) if bound else NO_AXIS
         return dropout_attention(own, options, qkv, dropout, key)
     if n == 1:
-        return _whole(qkv, options)
+        return _attend_locally(qkv, options)
     if method is None:
         method = "all_to_all" if q.shape[_HEADS] % n == 0 else "ring"
     if method == "ring":
@@ -129,11 +129,13 @@ def _over_heads(qkv: Qkv, options: AttentionOptions, axis: str, n: int) -> torch
         own, by_rank = bound_axis(axis), sinks.unflatten(-1, (n, heads // n))
         is_own = torch.arange(n, device=q.device) == index_on(q.device, own.token, own.binding)
         sinks = torch.where(is_own.unsqueeze(-1), by_rank, 0.0).sum(-2)
-    y = _whole(Qkv(q=all_tokens(q), k=all_tokens(k), v=all_tokens(v), sinks=sinks, documents=documents), options)
+    y = _attend_locally(
+        Qkv(q=all_tokens(q), k=all_tokens(k), v=all_tokens(v), sinks=sinks, documents=documents), options
+    )
     return all_to_all(to_rank_order(y, n, _TOKENS), axis, split_dim=_TOKENS, concat_dim=_HEADS)
 
 
-def _whole(qkv: Qkv, options: AttentionOptions) -> torch.Tensor:
+def _attend_locally(qkv: Qkv, options: AttentionOptions) -> torch.Tensor:
     """Attend to the tokens of this rank, by torch's own function if it supports the options."""
     q, k, v, sinks, documents = qkv
     if sinks is not None or documents is not None or options.window is not None or options.softcap is not None:

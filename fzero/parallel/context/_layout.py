@@ -98,16 +98,16 @@ def _parts_in_rank_order(ranks: int) -> list[int]:
 
 def to_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     """Reorder a sequence from the order of its positions to that of the ranks, each of which then holds one slice."""
-    return _reorder(x, _parts_in_rank_order(ranks), dim)
+    return _reorder_tokens(x, _parts_in_rank_order(ranks), dim)
 
 
 def from_rank_order(x: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     """Reorder a sequence from the order of the ranks to that of its positions: the inverse of `to_rank_order`."""
     order = _parts_in_rank_order(ranks)
-    return _reorder(x, [order.index(part) for part in range(len(order))], dim)
+    return _reorder_tokens(x, [order.index(part) for part in range(len(order))], dim)
 
 
-def _reorder(x: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
+def _reorder_tokens(x: torch.Tensor, order: list[int], dim: int) -> torch.Tensor:
     if len(order) == 2 or not x.shape[dim]:  # one rank holds both parts in their order
         return x
     parts = x.split(x.shape[dim] // len(order), dim)  # not an index, whose gradient would be summed element by element

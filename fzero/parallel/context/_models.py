@@ -226,7 +226,7 @@ def _attend(
         key,
         value,
         causal=bool(causal),
-        window=_window(name, module, sliding_window, causal),
+        window=_layer_window(name, module, sliding_window, causal),
         documents=None if documents is _MISSING else documents,
         scale=scaling,
         softcap=softcap,
@@ -257,7 +257,7 @@ def _dropout_key(name: str, dropout: float) -> torch.Tensor | None:
     return random_key
 
 
-def _window(name: str, module: Any, sliding_window: Any, causal: Any) -> int | None:
+def _layer_window(name: str, module: Any, sliding_window: Any, causal: Any) -> int | None:
     """Return the window of a layer's attention, None if it has none."""
     config: Any = getattr(module, "config", None)
     if sliding_window is _MISSING and _has_window(config):

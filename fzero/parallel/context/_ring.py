@@ -44,7 +44,7 @@ def attend(ring: Ring, options: AttentionOptions, qkv: Qkv) -> tuple[torch.Tenso
             for i, where in pattern.targets(pair.queries):
                 mask = None if where is None else ring.like(where, log_sum.ndim)
                 masked_log_sum = log_sum if mask is None else torch.where(mask, log_sum, -math.inf)
-                outs[i], log_sums[i] = _combine(outs[i], log_sums[i], out, masked_log_sum)
+                outs[i], log_sums[i] = _combine_attention(outs[i], log_sums[i], out, masked_log_sum)
         kv, (k, v) = next_kv, next_kv.pair()
     out, log_sum = torch.cat(outs, -2), torch.cat(log_sums, -1)
     if sinks is not None:
@@ -53,7 +53,7 @@ def attend(ring: Ring, options: AttentionOptions, qkv: Qkv) -> tuple[torch.Tenso
     return out.to(q.dtype), log_sum
 
 
-def _combine(
+def _combine_attention(
     out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_more: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine results of attention to two sets of keys, of which the first is not empty."""
@@ -81,9 +81,9 @@ def attend_grad(ring: Ring, options: AttentionOptions, qkv: Qkv, result: RingRes
             if step == 0:
                 dq, *local_dkv = _chunk_halves(pattern, grads)
                 continue
-            _add(pattern, dq, grads[0], pair.queries)
+            _add_half(pattern, dq, grads[0], pair.queries)
             for total, grad in zip(travelling_dkv, grads[1:], strict=True):
-                _add(pattern, total, grad, pair.keys)
+                _add_half(pattern, total, grad, pair.keys)
         kv, (k, v) = next_kv, next_kv.pair()
     dk, dv = (torch.cat(xs, -2) for xs in local_dkv)
     if ring.size > 1:
@@ -122,7 +122,7 @@ def _chunk_halves(pattern: RingPattern, xs: Sequence[torch.Tensor]) -> list[list
     return [list(x.chunk(pattern.halves, -2)) for x in xs]
 
 
-def _add(pattern: RingPattern, total: list[torch.Tensor], x: torch.Tensor, half: Half) -> None:
+def _add_half(pattern: RingPattern, total: list[torch.Tensor], x: torch.Tensor, half: Half) -> None:
     """Add a gradient to the parts of a total that it belongs to."""
     for i, where in pattern.targets(half):
         total[i] = total[i] + (x if where is None else torch.where(pattern.ring.like(where, x.ndim), x, 0.0))

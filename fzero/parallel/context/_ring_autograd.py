@@ -38,7 +38,9 @@ class _Attention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         documents: torch.Tensor | None,
     ) -> Any:
-        return attend(_ring(token, binding, q.device), options, Qkv(q=q, k=k, v=v, sinks=sinks, documents=documents))
+        return attend(
+            _make_ring(token, binding, q.device), options, Qkv(q=q, k=k, v=v, sinks=sinks, documents=documents)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -56,8 +58,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f, values = partial(_attend_values, *ctx.axis, documents), _present(values)
-        return torch.func.jvp(f, values, _dense(tangents[3:], values))[1], None
+        f, values = partial(_attend_values, *ctx.axis, documents), _without_none(values)
+        return torch.func.jvp(f, values, _zeros_for_none(tangents[3:], values))[1], None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -71,7 +73,7 @@ class _AttentionGrad(torch.autograd.Function):
     def forward(
         token: torch.Tensor, binding: Binding, options: AttentionOptions, grad: torch.Tensor, *saved: Any
     ) -> Any:
-        return _attend_grad_flat(_ring(token, binding, grad.device), options, grad, *saved)
+        return _attend_grad_flat(_make_ring(token, binding, grad.device), options, grad, *saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -83,21 +85,21 @@ class _AttentionGrad(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         *values, documents = ctx.saved_tensors
         f = partial(_grad_of_values, *ctx.axis, documents)
-        value_grads = torch.func.vjp(f, *_present(values))[1](grads)
+        value_grads = torch.func.vjp(f, *_without_none(values))[1](grads)
         return None, None, None, *value_grads, *[None] * (8 - len(value_grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f, values = partial(_grad_of_values, *ctx.axis, documents), _present(values)
-        return torch.func.jvp(f, values, _dense(tangents[3:], values))[1]
+        f, values = partial(_grad_of_values, *ctx.axis, documents), _without_none(values)
+        return torch.func.jvp(f, values, _zeros_for_none(tangents[3:], values))[1]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         return _call_under_vmap(_AttentionGrad, _attend_grad_flat, info.batch_size, in_dims, *inputs)
 
 
-def _ring(token: torch.Tensor, binding: Binding, device: torch.device) -> Ring:
+def _make_ring(token: torch.Tensor, binding: Binding, device: torch.device) -> Ring:
     return Ring(token, binding, index_on(device, token, binding))
 
 
@@ -184,7 +186,7 @@ def _attend_values(
 ) -> torch.Tensor:
     """Attend by the definition, as a function of q, k, v and sinks, if there are any."""
     qkv = Qkv(*values)._replace(documents=documents)
-    return _attend_by_definition(_ring(token, binding, qkv.q.device), options, qkv)
+    return _attend_by_definition(_make_ring(token, binding, qkv.q.device), options, qkv)
 
 
 def _grad_of_values(
@@ -199,11 +201,13 @@ def _grad_of_values(
     return torch.func.vjp(partial(_attend_values, token, binding, options, documents), *values)[1](grad)
 
 
-def _present(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+def _without_none(values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
     return tuple([x for x in values if x is not None])  # the last of them, the sinks, may be missing
 
 
-def _dense(tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _zeros_for_none(
+    tangents: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     return tuple([torch.zeros_like(x) if t is None else t for x, t in zip(values, tangents, strict=False)])
 
 
@@ -218,7 +222,9 @@ def dropout_attention(
     axis: Axis, options: AttentionOptions, qkv: Qkv, dropout: float, key: torch.Tensor
 ) -> torch.Tensor:
     """Attend as `ring_attention` does, and drop weights by a key."""
-    return _attend_by_definition(_ring(axis.token, axis.binding, qkv.q.device), options, qkv, _Dropout(dropout, key))
+    return _attend_by_definition(
+        _make_ring(axis.token, axis.binding, qkv.q.device), options, qkv, _Dropout(dropout, key)
+    )
 
 
 def ring_attention(axis: Axis, options: AttentionOptions, qkv: Qkv) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _bound_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 _Reads = Callable[[dict[str, Any], torch.Tensor, Any], Iterable[int]]
 
 
-def _dims(name: str = "dim") -> _Reads:
+def _named_dims(name: str = "dim") -> _Reads:
     """The dimensions that an argument names. None if it names none: a mean over all tokens is one number of a loss."""
 
     def read(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterable[int]:
@@ -177,17 +177,17 @@ def _beyond_channels(args: dict[str, Any], x: torch.Tensor, out: Any) -> Iterabl
 _READS: dict[Any, _Reads] = {
     **dict.fromkeys((_aten.constant_pad_nd, _aten.reflection_pad1d, _aten.replication_pad1d), _padded_dims),
     _aten.slice: _shortened_dims,
-    **dict.fromkeys((_aten.roll, _aten.flip), _dims("dims")),
-    **dict.fromkeys((_aten.select, _aten.index_select, _aten.gather), _dims()),
-    _aten.unfold: _dims("dimension"),
-    **dict.fromkeys((_aten.cumsum, _aten.cumprod, _aten.logcumsumexp, _aten.cummax, _aten.cummin), _dims()),
+    **dict.fromkeys((_aten.roll, _aten.flip), _named_dims("dims")),
+    **dict.fromkeys((_aten.select, _aten.index_select, _aten.gather), _named_dims()),
+    _aten.unfold: _named_dims("dimension"),
+    **dict.fromkeys((_aten.cumsum, _aten.cumprod, _aten.logcumsumexp, _aten.cummax, _aten.cummin), _named_dims()),
     **dict.fromkeys(
-        (_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.max, _aten.min, _aten.prod, _aten.var), _dims()
+        (_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.max, _aten.min, _aten.prod, _aten.var), _named_dims()
     ),
     **dict.fromkeys(
-        (_aten.std, _aten.logsumexp, _aten.linalg_vector_norm, _aten._softmax, _aten.sort, _aten.topk), _dims()
+        (_aten.std, _aten.logsumexp, _aten.linalg_vector_norm, _aten._softmax, _aten.sort, _aten.topk), _named_dims()
     ),
-    **dict.fromkeys((_aten._fft_r2c, _aten._fft_c2c), _dims()),
+    **dict.fromkeys((_aten._fft_r2c, _aten._fft_c2c), _named_dims()),
     _aten.convolution: _kernel_dims,
     **dict.fromkeys((_aten.mm, _aten.bmm), _last_dim),
     _aten.index: _indexed_dims,

@@ -18,7 +18,7 @@ __all__ = ["grouped_mm", "grouped_outer", "reads_offsets_on_host"]
 def _mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     if _has_kernel(x, w):
         offsets = offsets.to(x.device, non_blocking=True)
-        y = torch.nn.functional.grouped_mm(_align(x), _align(w), offs=offsets.to(torch.int32))
+        y = torch.nn.functional.grouped_mm(_align_strides(x), _align_strides(w), offs=offsets.to(torch.int32))
         is_used = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         return torch.where(is_used.unsqueeze(-1), y, 0)  # the kernel does not write the rows behind the last end
     y, start = x.new_zeros(x.shape[0], w.shape[2]), 0
@@ -33,7 +33,7 @@ def _mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, expected_rows: 
 def _outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expected_rows: int) -> torch.Tensor:
     if _has_kernel(x, y):
         ends = offsets.to(x.device, torch.int32, non_blocking=True)
-        return torch.nn.functional.grouped_mm(_align(x).mT, _align(y), offs=ends)
+        return torch.nn.functional.grouped_mm(_align_strides(x).mT, _align_strides(y), offs=ends)
     out, start = x.new_zeros(len(offsets), x.shape[1], y.shape[1]), 0
     for e, end in enumerate(offsets.tolist()):
         if end > start:
@@ -53,7 +53,7 @@ def reads_offsets_on_host(rows: torch.Tensor) -> bool:
     return rows.device.type == "cuda" and not (rows.dtype == torch.bfloat16 and rows.shape[-1] % 8 == 0)
 
 
-def _align(x: torch.Tensor) -> torch.Tensor:
+def _align_strides(x: torch.Tensor) -> torch.Tensor:
     """Copy a tensor that the kernel cannot read: its rows or columns must begin at multiples of 16 bytes.
 
     A leaf of a gathered unit is a view of the unit's buffer, and may begin anywhere.

@@ -38,7 +38,7 @@ def expert_capacity(tokens: int, k: int, count: int, capacity: float | None) -> 
     return min(tokens, max(1, math.ceil(round(capacity * tokens * k / count, 9))))
 
 
-def _shares(routing: Routing) -> torch.Tensor:
+def _choice_shares(routing: Routing) -> torch.Tensor:
     """Return each expert's share of each sequence's choices: `[s, E]`."""
     return _count_choices(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
 
@@ -62,7 +62,7 @@ def expert_load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
         >>> experts.expert_load(experts.route(torch.tensor([[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]]), k=1))
         tensor([0.7500, 0.2500])
     """
-    return pmean(_shares(routing).mean(0), axis)
+    return pmean(_choice_shares(routing).mean(0), axis)
 
 
 @call_hints
@@ -93,7 +93,7 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
     References:
         Fedus, Zoph, Shazeer: Switch transformers, arXiv:2101.03961. DeepSeek-AI: DeepSeek-V3, arXiv:2412.19437.
     """
-    share, score = _shares(routing), routing.probs.mean(1)
+    share, score = _choice_shares(routing), routing.probs.mean(1)
     if over == "batch":
         share, score = pmean((share.mean(0), score.mean(0)), axis)
     elif over != "sequence":
@@ -193,5 +193,5 @@ def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None
     processed = counts.clamp(max=c).sum(-1).to(dtype).mean() / max(t * k, 1)
     probs = routing.probs.detach()
     entropy = torch.special.entr(probs / probs.sum(-1, keepdim=True)).sum(-1).mean()
-    load, processed, entropy = pmean((_shares(routing).mean(0), processed, entropy), axis)
+    load, processed, entropy = pmean((_choice_shares(routing).mean(0), processed, entropy), axis)
     return {"load": load, "dropped": 1 - processed, "entropy": entropy}

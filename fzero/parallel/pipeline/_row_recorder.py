@@ -86,13 +86,15 @@ class RowRecorder:
         weights = [tensors[i] for i in indices]
         last = stage == self.stages.last
         loop.begin_region("F", stage)
-        inputs = [] if stage == 0 else _receive("F", stage - 1, leaves, spec.device)
+        inputs = [] if stage == 0 else _record_receive("F", stage - 1, leaves, spec.device)
         f = self.stages.function(stage, self.params, structure, self.stages.call_of(iteration, in_loop=True))
         outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
         if not last:
             loop.send("F", stage, list(outputs))
         loop.begin_region("B", stage)
-        cotangent: Any = loss_cotangent(outputs, self.scale) if last else _receive("G", stage + 1, leaves, spec.device)
+        cotangent: Any = (
+            loss_cotangent(outputs, self.scale) if last else _record_receive("G", stage + 1, leaves, spec.device)
+        )
         grads, x = vjp_fn(cotangent, retain_graph=False)
         if stage:
             loop.send("G", stage, list(x))
@@ -101,7 +103,7 @@ class RowRecorder:
         return [_with_share(x, iteration) for x in (outputs, aux)] if last else []
 
 
-def _receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _record_receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     return [
         loop.receive(kind, stage, leaf=i, sizes=list(x.shape), dtype=x.dtype, device=device)
         for i, x in enumerate(leaves)

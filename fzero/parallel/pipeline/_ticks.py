@@ -60,8 +60,9 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
     schedule, placement, axis = stages.schedule, stages.placement, stages.axis.name
     count, last = schedule.micro_batches, schedule.stages - 1
     rank = _index_beside(axis, (blocks, rest))
-    own_stages = [_own_entry(column, rank) for column in _columns(placement.stage)]  # by chunk
-    own_blocks = [_own_entry(column, rank) for column in _columns(placement.blocks)]  # by slot, the block's number
+    own_stages = [_own_entry(column, rank) for column in _transpose_rows(placement.stage)]  # by chunk
+    # by slot, the block's number
+    own_blocks = [_own_entry(column, rank) for column in _transpose_rows(placement.blocks)]
     inputs: list[Any] = [None] * len(own_stages)
     for t in range(count + last):
         first_call = stages.call_of(min(t, count - 1))
@@ -78,7 +79,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
         if t >= last:
             yield stages.call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
         if t < count + last - 1:
-            inputs = _shift(outputs, schedule, placement, axis)
+            inputs = _shift_outputs(outputs, schedule, placement, axis)
 
 
 def _run_chunk(
@@ -108,7 +109,7 @@ def _run_chunk(
     return x
 
 
-def _columns(rows: Sequence[Sequence[int | None]]) -> list[list[int]]:
+def _transpose_rows(rows: Sequence[Sequence[int | None]]) -> list[list[int]]:
     """Transpose rows; -1 stands for None."""
     return [[-1 if x is None else x for x in column] for column in zip(*rows, strict=True)]
 
@@ -168,7 +169,7 @@ def _mask_gradients(condition: torch.Tensor, values: Any) -> Any:
     return tree.map(mask, values)
 
 
-def _shift(outputs: list[Any], schedule: PipelineSchedule, placement: BlockPlacement, axis: str) -> list[Any]:
+def _shift_outputs(outputs: list[Any], schedule: PipelineSchedule, placement: BlockPlacement, axis: str) -> list[Any]:
     """Send each chunk's output to the rank and chunk of the next stage."""
     chunk = {s: row.index(s) for row in placement.stage for s in row if s is not None}
     pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -16,7 +16,7 @@ __all__ = ["draw", "text"]
 _LINE_LETTERS = 120  # characters per line; a longer schedule continues below
 
 
-def _title(schedule: "PipelineSchedule") -> str:
+def _schedule_title(schedule: "PipelineSchedule") -> str:
     """Return the title of a schedule that can run: its counts, its efficiency if B = 2 F, and the passes in flight."""
     timing = time_schedule(schedule, Durations.of(schedule.ranks, schedule.stages))
     peaks = ", ".join(_in_flight_texts(schedule))
@@ -58,7 +58,7 @@ def text(schedule: "PipelineSchedule") -> str:
         )
         for i in range(0, len(cells[0]), columns)
     ]
-    return f"{_title(schedule)}\n" + "\n\n".join(blocks)
+    return f"{_schedule_title(schedule)}\n" + "\n\n".join(blocks)
 
 
 def _rank_columns(schedule: "PipelineSchedule", short: bool) -> list[list[str]]:
@@ -120,7 +120,7 @@ def _draw_panel(axes: Any, schedule: "PipelineSchedule", timing: Timing, span: f
         for action in actions:
             start, width = timing.start[action], timing.end[action] - timing.start[action]
             depth = stages.index(action.stage) / (len(stages) - 1) if len(stages) > 1 else 0.0
-            bars.setdefault((rank, _colour(action, depth)), []).append((start, width))
+            bars.setdefault((rank, _action_colour(action, depth)), []).append((start, width))
             label = str(action.micro_batch)
             if width * scale > size * (0.62 * len(label) + 0.35):
                 ink = "white" if depth > 0.6 else _INK
@@ -163,6 +163,6 @@ def _draw_legend(figure: Any, schedules: "Sequence[PipelineSchedule]") -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
 
 
-def _colour(action: Action, depth: float) -> tuple[float, ...]:
+def _action_colour(action: Action, depth: float) -> tuple[float, ...]:
     light, dark = _COLOURS[action.kind]
     return tuple([a + (b - a) * depth for a, b in zip(light, dark, strict=True)])

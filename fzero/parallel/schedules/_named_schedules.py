@@ -230,7 +230,7 @@ def schedule(
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021 (interleaved). Qi et
         al., Zero Bubble Pipeline Parallelism, 2024.
     """
-    entry = _lookup(name)
+    entry = _lookup_schedule(name)
     check_counts(ranks, micro_batches, stages_per_rank)
     _check_stages(name, entry, stages_per_rank)
     if name == "gpipe" and cap is not None:
@@ -263,7 +263,7 @@ def schedule(
 
     candidate = listed([None] * ranks if name == "gpipe" else caps)
     best = min([best, candidate] if best else [candidate], key=lambda s: time_schedule(s, durations).makespan)
-    return best if name == "gpipe" else _tighten(best, listed, durations)
+    return best if name == "gpipe" else _best_in_memory(best, listed, durations)
 
 
 def _memory_caps(order: PipelineSchedule, cap: Cap, splits_backward: bool, stages_per_rank: int) -> list[int]:
@@ -283,7 +283,7 @@ def _best_named(
     return min(fit, key=lambda s: time_schedule(s, durations).makespan, default=None)
 
 
-def _tighten(
+def _best_in_memory(
     best: PipelineSchedule, listed: Callable[[Sequence[int | None]], PipelineSchedule], durations: Durations
 ) -> PipelineSchedule:
     """Return the best of the greedy orders in the memory that a schedule needs, of those in theirs, and so on.
@@ -308,10 +308,10 @@ def check_name(name: str, stages_per_rank: int) -> None:
         raise TypeError(
             f"schedule={name!r}: expected the name of a schedule, or a table: PipelineSchedule.parse reads torch's"
         )
-    _check_stages(name, _lookup(name), stages_per_rank)
+    _check_stages(name, _lookup_schedule(name), stages_per_rank)
 
 
-def _lookup(name: str) -> NamedSchedule:
+def _lookup_schedule(name: str) -> NamedSchedule:
     if name not in NAMES:
         hint = did_you_mean(name, NAMES, "'{}'", cutoff=0.4)
         raise ValueError(f"schedule {name!r}: expected one of {', '.join(map(repr, NAMES))}{hint}")

@@ -80,22 +80,24 @@ def check(schedule: "PipelineSchedule") -> None:
         pass
 
 
-def _error(schedule: "PipelineSchedule", text: str) -> ValueError:
+def _schedule_error(schedule: "PipelineSchedule", text: str) -> ValueError:
     return ValueError(f"schedule {schedule.name!r}: {text}")
 
 
 def _check_ranks(schedule: "PipelineSchedule") -> None:
     """Raise an error if a stage has no rank, or a rank no stage."""
     if not schedule.rank_of_stage or not schedule.rows:
-        raise _error(schedule, f"it has {schedule.ranks} ranks and {schedule.stages} stages: expected one of each")
+        raise _schedule_error(
+            schedule, f"it has {schedule.ranks} ranks and {schedule.stages} stages: expected one of each"
+        )
     for stage, rank in enumerate(schedule.rank_of_stage):
         if type(rank) is not int or not 0 <= rank < schedule.ranks:
-            raise _error(
+            raise _schedule_error(
                 schedule, f"rank_of_stage[{stage}]={rank!r}: expected the rank that holds it, 0 to {schedule.ranks - 1}"
             )
     for rank in range(schedule.ranks):
         if rank not in schedule.rank_of_stage:
-            raise _error(
+            raise _schedule_error(
                 schedule,
                 f"rank {rank} holds no stage: rank_of_stage={schedule.rank_of_stage} lists the ranks of the stages",
             )
@@ -108,34 +110,36 @@ def _check_positions(schedule: "PipelineSchedule") -> None:
         for position, action in enumerate(row):
             label = f"rank {rank}, position {position}"
             if not isinstance(action, Action):
-                raise _error(
+                raise _schedule_error(
                     schedule, f"{label}: {action!r} is not an Action; PipelineSchedule.parse reads texts such as '0F1'"
                 )
             if action.stage >= schedule.stages:
-                raise _error(
+                raise _schedule_error(
                     schedule, f"{label}: {action} has a stage without a rank; rank_of_stage has {schedule.stages}"
                 )
             if schedule.rank_of_stage[action.stage] != rank:
-                raise _error(
+                raise _schedule_error(
                     schedule, f"{label}: {action} has a stage that rank {schedule.rank_of_stage[action.stage]} holds"
                 )
             counts[action] += 1
     duplicates = [action for action, n in counts.items() if n > 1]
     if duplicates:
-        raise _error(schedule, f"{_join_actions(duplicates)} {'appears' if len(duplicates) == 1 else 'appear'} twice")
+        raise _schedule_error(
+            schedule, f"{_join_actions(duplicates)} {'appears' if len(duplicates) == 1 else 'appear'} twice"
+        )
 
 
 def _check_complete(schedule: "PipelineSchedule") -> None:
     actions = {action for row in schedule.rows for action in row}
     count = schedule.micro_batches
     if count == 0:
-        raise _error(schedule, "stage 0 runs no micro-batch forward")
+        raise _schedule_error(schedule, "stage 0 runs no micro-batch forward")
     for stage in range(schedule.stages):
         for m in range(count):
             _check_micro_batch(schedule, actions, stage, m)
     extra = sorted((a for a in actions if a.micro_batch >= count), key=str)
     if extra:
-        raise _error(schedule, f"{_join_actions(extra)}: stage 0 runs micro-batches 0 to {count - 1} only")
+        raise _schedule_error(schedule, f"{_join_actions(extra)}: stage 0 runs micro-batches 0 to {count - 1} only")
 
 
 def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage: int, m: int) -> None:
@@ -143,20 +147,22 @@ def _check_micro_batch(schedule: "PipelineSchedule", actions: set[Action], stage
     forward, backward, inputs, weights = [Action(kind, stage, m) for kind in KINDS]
     if forward not in actions:
         rank = schedule.rank_of_stage[stage]
-        raise _error(
+        raise _schedule_error(
             schedule,
             f"{forward}, the forward pass of stage {stage} for micro-batch {m}, is missing on rank {rank}"
             + _torch_1f1b_fault(schedule, actions, stage),
         )
     halves = [a for a in (inputs, weights) if a in actions]
     if backward in actions and halves:
-        raise _error(schedule, f"{backward} is the full backward pass, but {_join_actions(halves)} is there too")
+        raise _schedule_error(
+            schedule, f"{backward} is the full backward pass, but {_join_actions(halves)} is there too"
+        )
     if backward not in actions and len(halves) < 2:
         absent, hint = f"{backward}, or {inputs} and {weights},", ""
         if halves:
             absent = weights if inputs in actions else inputs
             hint = f", of which {_join_actions(halves)} is one half"
-        raise _error(
+        raise _schedule_error(
             schedule,
             f"{absent} of rank {schedule.rank_of_stage[stage]} is missing: the backward pass of stage {stage} for "
             f"micro-batch {m}{hint}",

@@ -32,7 +32,7 @@ def parse_rows(table: ScheduleTable) -> tuple[tuple[tuple[Action, ...], ...], tu
     Raises:
         ValueError: if a cell cannot be read, or a stage has actions on two ranks or on none.
     """
-    rows = tuple([tuple(_actions(row, rank)) for rank, row in enumerate(_table_cells(table))])
+    rows = tuple([tuple(_parse_actions(row, rank)) for rank, row in enumerate(_table_cells(table))])
     rank_of_stage = dict[int, int]()
     for rank, row in enumerate(rows):
         for action in row:
@@ -64,7 +64,7 @@ def _table_cells(table: ScheduleTable) -> list[list[Any]]:
     return [list(row) for row in rows]
 
 
-def _actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
+def _parse_actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:
     for column, cell in enumerate(cells):
         text = "" if cell is None else str(cell).strip()
         pair = _PAIR.fullmatch(text)

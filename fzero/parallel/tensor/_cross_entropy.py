@@ -63,7 +63,7 @@ def cross_entropy(
         )
     x = at_least_float32(logits)
     classes = x.shape[-1] * axis_size(axis_if_bound(axis))
-    sums = _sums(x, targets, axis, label_smoothing > 0)
+    sums = _row_sums(x, targets, axis, label_smoothing > 0)
     return loss_of_sums(*sums, targets, classes, ignore_index, reduction, label_smoothing)
 
 
@@ -120,7 +120,7 @@ def logits_of(targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return torch.where((targets >= 0) & (targets < k), target_logits, 0.0)
 
 
-def _sums(
+def _row_sums(
     x: torch.Tensor, targets: torch.Tensor, axis: str, smooth: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return, for each row of logits `[.., k]`: the log of the sum of exponentials, the target's logit, and the sum."""

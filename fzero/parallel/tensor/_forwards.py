@@ -58,17 +58,17 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with this rank's part of its parameters."""
         if isinstance(self.style, ColumnParallel):
-            return self._column(*args, **kwargs)
+            return self._column_forward(*args, **kwargs)
         if isinstance(self.style, RowParallel):
-            return self._row(*args, **kwargs)
+            return self._row_forward(*args, **kwargs)
         if isinstance(self.style, Embedding):
-            return self._embedding(*args, **kwargs)
+            return self._embedding_forward(*args, **kwargs)
         if isinstance(self.style, ReplicatedParams | Experts):
             return self._on_parts(*args, **kwargs)
         with override_parameters(self.module, self._parameters(), {}):
             return self.run(*args, **kwargs)
 
-    def _column(self, x: torch.Tensor) -> torch.Tensor:
+    def _column_forward(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
         if not self.is_gathered:
@@ -78,7 +78,7 @@ class Layer:
         y = self.linear(x, w.mT if self.param_splits["weight"].dim else w, b)
         return all_gather(y, self.axis, dim=-1) if isinstance(self.style, ColumnParallel) and self.style.gather else y
 
-    def _row(self, x: torch.Tensor) -> torch.Tensor:
+    def _row_forward(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
         if isinstance(self.style, RowParallel) and self.style.split_input:
@@ -89,7 +89,7 @@ class Layer:
             return y
         return y + (enter(b, self.axis) if self.is_gathered else b)
 
-    def _embedding(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embedding_forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if not axis_if_bound(self.axis):
             return self.run(tokens)
         w, padding = self._parameters()["weight"], vars(self.module)["padding_idx"]

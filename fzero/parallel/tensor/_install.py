@@ -49,7 +49,7 @@ def install(
     children = {
         name: kind for name in split_blocks for name, kind in classify_children(name, modules[name], layers).items()
     }
-    regions = _regions(modules, layers, children)
+    regions = _find_regions(modules, layers, children)
     for name, style in layers.styles.items():
         if not isinstance(style, DividedAttributes):
             linear = (linears or {}).get(name, F.linear)
@@ -108,7 +108,7 @@ def _install_layer(
     )
 
 
-def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
+def _find_regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
     """Make a region of each module that holds several column-parallel layers or heads, or that divides attributes."""
     columns_of: dict[str, list[str]] = {}
     for name, style in layers.styles.items():
@@ -118,7 +118,7 @@ def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, 
     regions = {}
     for name in {**columns_of, **divided}:
         m, columns = modules[name], columns_of.get(name, [])
-        heads = _heads(m, columns, layers)
+        heads = _find_heads(m, columns, layers)
         if heads is None and name not in divided and len(columns) < 2:
             continue
         gathered = is_gathered(name, children)
@@ -135,7 +135,7 @@ def _regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, 
     return regions
 
 
-def _heads(module: torch.nn.Module, columns: list[str], layers: Layers) -> Heads | None:
+def _find_heads(module: torch.nn.Module, columns: list[str], layers: Layers) -> Heads | None:
     """Return the heads of a module whose column-parallel layers are split by heads; None if there are none."""
     counts = [c for name in columns if (c := layers.param_splits[f"{name}.weight"]).heads]
     if not counts:

@@ -62,12 +62,12 @@ class Region:
             except (RuntimeError, ValueError) as error:
                 # a message of fzero says itself what to do; a plain RuntimeError is torch's, wherever it was called
                 if type(error) is RuntimeError or not is_message(error, error.__traceback__):
-                    error.add_note(self._note())
+                    error.add_note(self._plan_hint())
                 raise
             finally:
                 self._entered.clear()
 
-    def _note(self) -> str:
+    def _plan_hint(self) -> str:
         sequence = (
             ", and its layers leave parts of the tokens unless you set sequence=False" if self.is_gathered else ""
         )

@@ -33,7 +33,7 @@ def layer_splits(name: str, style: Style, module: torch.nn.Module) -> dict[str, 
             )
         return {"weight": ParamSplit(0)}
     if isinstance(style, ColumnParallel | RowParallel):
-        inputs, results = _dimensions(name, module)
+        inputs, results = _weight_dimensions(name, module)
         if isinstance(style, RowParallel):
             return {"weight": ParamSplit(inputs)}
         splits = {"weight": ParamSplit(results, style.packed), "bias": ParamSplit(0, style.packed)}
@@ -54,7 +54,7 @@ def parameter_split(name: str, style: str, x: torch.Tensor) -> ParamSplit:
     return ParamSplit(max(x.ndim + dim, 0), count)
 
 
-def _dimensions(name: str, module: torch.nn.Module) -> tuple[int, int]:
+def _weight_dimensions(name: str, module: torch.nn.Module) -> tuple[int, int]:
     """Return the input dimension and the output dimension of a linear layer's weight."""
     kind = type(module)
     if "forward" not in vars(module):

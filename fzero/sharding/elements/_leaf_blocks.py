@@ -160,7 +160,7 @@ class BlockMap(NamedTuple):
         own = torch.stack([lowest.scatter_reduce(0, index, self.magnitudes(x, index), "amax") for x in xs])
         if at_borders is None:
             return own
-        borders = tensor_on(_borders(self.spec_id, self.scales_id), device=own.device).flatten()  # [2 N], blocks
+        borders = tensor_on(_border_blocks(self.spec_id, self.scales_id), device=own.device).flatten()  # [2 N], blocks
         for block in self.blocks.index_select(0, self.at_borders()[0]).unbind():
             largest = at_borders.masked_fill(borders != block, -math.inf).amax(1, keepdim=True)
             own = torch.where(self.blocks == block, largest, own)
@@ -174,7 +174,7 @@ class BlockMap(NamedTuple):
         spec = traced_spec(self.scales_id)
         own = numbers
         if spec.ranks > 1:
-            ranges = tensor_on(_owned(self.spec_id, self.scales_id), device=own.device)  # [N, 2]
+            ranges = tensor_on(_owned_blocks(self.spec_id, self.scales_id), device=own.device)  # [N, 2]
             first, stop = ranges.index_select(0, unit_index(self.spec_id, own.device).reshape(1))[0]
             own = torch.where((self.blocks >= first) & (self.blocks < stop), own, torch.zeros_like(own))
         length = spec.shard_numel * spec.ranks
@@ -192,7 +192,7 @@ def map_of_blocks(spec_id: int, scales_id: int, device: torch.device) -> BlockMa
         device: the device of the elements.
     """
     k, rank = traced_spec(spec_id).shard_numel, unit_index(spec_id, device).reshape(1)
-    borders = _borders(spec_id, scales_id)
+    borders = _border_blocks(spec_id, scales_id)
     t = max([last - first for first, last in borders]) + 2
     first_and_last = tensor_on(borders, device=device).index_select(0, rank)  # [1, 2]
     blocks = first_and_last[:, 0] + torch.arange(t, device=device)
@@ -229,7 +229,7 @@ def _block_at(spec_id: int, scales_id: int, position: int) -> int:
 
 
 @assume_constant_result
-def _borders(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
+def _border_blocks(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
     """Return for each rank the blocks of the first and of the last element of its shard, padding left out."""
     spec = traced_spec(spec_id)
     starts = [min(r * spec.shard_numel, spec.numel) for r in range(spec.ranks + 1)]
@@ -238,7 +238,7 @@ def _borders(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
 
 
 @assume_constant_result
-def _owned(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
+def _owned_blocks(spec_id: int, scales_id: int) -> tuple[tuple[int, int], ...]:
     """Return for each rank the range of blocks whose last elements lie in its shard."""
-    firsts = [first for first, _ in _borders(spec_id, scales_id)]
+    firsts = [first for first, _ in _border_blocks(spec_id, scales_id)]
     return tuple(itertools.pairwise([*firsts, traced_spec(scales_id).numel]))

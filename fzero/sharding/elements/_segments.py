@@ -112,15 +112,15 @@ def global_norm(params: Tree) -> torch.Tensor:
     for x in entries:
         if isinstance(x, Shard):
             axes = traced_spec(x.spec_id).varies
-            square = _square(zero_padding(x))
+            square = _square_in_float32(zero_padding(x))
             sharded[axes] = sharded[axes] + square if axes in sharded else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
-            plain[id(x)] = _square(x)
+            plain[id(x)] = _square_in_float32(x)
     squares = [psum(square, axes) for axes, square in sharded.items()] + list(plain.values())
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
 
 
-def _square(x: torch.Tensor) -> torch.Tensor:
+def _square_in_float32(x: torch.Tensor) -> torch.Tensor:
     return at_least_float32(x).square().sum()
 
 
@@ -149,7 +149,7 @@ def abstract(params: Tree, parts: bool = False) -> Tree:
     return tree.unflatten(structure, plain)
 
 
-def _conflict(path: str, other: str) -> str:
+def _conflict_message(path: str, other: str) -> str:
     return f"leaves {path!r} and {other!r} are tied, one parameter, and have different values; give both the same value"
 
 
@@ -199,14 +199,14 @@ def _numbers_of_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[
         if isinstance(x, torch.Tensor):
             tied = first.setdefault(id(x), position)
             if leaves[tied] != leaves[position]:
-                raise ValueError(_conflict(paths[tied], paths[position]))
+                raise ValueError(_conflict_message(paths[tied], paths[position]))
             out[position] = out[tied]  # one object, so that a map over both trees keeps the tie
     rows = []
     for spec_id, box, members in sharded_units(paths, entries):
         by_index: dict[int, float] = {}
         for position, index in members:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
-                raise ValueError(_conflict(spec_of(spec_id).paths[index], paths[position]))
+                raise ValueError(_conflict_message(spec_of(spec_id).paths[index], paths[position]))
         rows.append((members[0][0], box, spec_id, [by_index[i] for i in range(len(by_index))]))
     return out, structure, rows
 

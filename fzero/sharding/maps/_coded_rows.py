@@ -237,19 +237,21 @@ def _split_payload(payload: torch.Tensor, n: int) -> torch.Tensor:
     return payload.unflatten(-1, (n, -1)).movedim(-2, 0)
 
 
-def _sum(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
+def _sum_of_ranks(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
     """Sum the payloads of `ranks` ranks, each for one rank's part."""
     parts = max(spec.ranks // ranks, 1)
     return sum_payloads(payloads, codec_of(spec, "reduce").key, parts, padded_numel(spec, ranks) // ranks // parts)
 
 
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    return [torch.stack([_sum(spec_of(options.spec_id), n, part) for part in _split_payload(xs[0], n).unbind()])]
+    return [
+        torch.stack([_sum_of_ranks(spec_of(options.spec_id), n, part) for part in _split_payload(xs[0], n).unbind()])
+    ]
 
 
 def _local_sum(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = _split_payload(xs[0], binding.size)
-    return [_sum(spec_of(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
+    return [_sum_of_ranks(spec_of(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
 
 
 def _add_sums(options: UnitSumOptions, payloads: torch.Tensor) -> torch.Tensor:
@@ -265,7 +267,7 @@ def _local_add_sums(binding: Binding, options: UnitSumOptions, xs: Tensors) -> T
     return [_add_sums(options, group_all_to_all(parts.contiguous(), binding))]
 
 
-def _unit(options: UnitOptions) -> str:
+def _unit_name(options: UnitOptions) -> str:
     return spec_of(options.spec_id).unit
 
 
@@ -276,15 +278,15 @@ _ADD_SUMS = RankOperation("all_to_all", _all_ranks_add_sums, _local_add_sums)
 
 # rows without a transpose: no derivative flows through codes
 add_rows(
-    LinearMap("largest", _LARGEST, "", output=COPIES, unit=_unit),
+    LinearMap("largest", _LARGEST, "", output=COPIES, unit=_unit_name),
     LinearMap("own_magnitudes", _operation_by_rank(_own_magnitudes), ""),
     LinearMap("own_payload", _operation_by_rank(_own_payload), ""),
     LinearMap("decoded_unit", _operation_on_copies(_decoded_unit), "", output=COPIES),
     LinearMap("unit_magnitudes", _operation_alike_on_ranks(_unit_magnitudes), ""),
     LinearMap("unit_payload", _operation_alike_on_ranks(_unit_payload), ""),
-    LinearMap("sum_of_payloads", _SUM, "", unit=_unit),
+    LinearMap("sum_of_payloads", _SUM, "", unit=_unit_name),
     LinearMap("part_bytes", _operation_alike_on_ranks(_bytes_of_parts), ""),
-    LinearMap("sum_of_sums", _ADD_SUMS, "", unit=_unit),
+    LinearMap("sum_of_sums", _ADD_SUMS, "", unit=_unit_name),
     LinearMap("own_sum", _operation_by_rank(_own_sum), ""),
     LinearMap("sum_bytes", _operation_alike_on_ranks(_sum_bytes), ""),
     LinearMap("unit_sum", _operation_on_copies(_unit_sum), "", output=COPIES),

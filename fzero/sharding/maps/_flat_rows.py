@@ -33,16 +33,16 @@ from fzero.sharding.maps._unit_dtypes import gathered_dtype, to_gradient_dtype, 
 __all__ = ["UNIT_ROWS"]
 
 
-def _spec(options: UnitOptions) -> Spec:
+def _spec_of_options(options: UnitOptions) -> Spec:
     return spec_of(options.spec_id)
 
 
-def _unit(options: UnitOptions) -> str:
-    return _spec(options).unit
+def _unit_name(options: UnitOptions) -> str:
+    return _spec_of_options(options).unit
 
 
 def _summed_dtype(options: UnitOptions, x: torch.Tensor) -> torch.dtype:
-    return wire_dtype(_spec(options), x)
+    return wire_dtype(_spec_of_options(options), x)
 
 
 def _cast_to_gather(spec: Spec, x: torch.Tensor) -> torch.Tensor:
@@ -51,62 +51,63 @@ def _cast_to_gather(spec: Spec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_ranks_gather(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec = _spec(options)
+    spec = _spec_of_options(options)
     return view_leaves(spec, rearrange(_cast_to_gather(spec, xs[0]), "n ... k -> ... (n k)"))
 
 
 def _local_gather(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec = _spec(options)
+    spec = _spec_of_options(options)
     return view_leaves(spec, group_all_gather(_cast_to_gather(spec, xs[0]), binding, -1))
 
 
 def _all_ranks_reduce_scatter(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec = _spec(options)
+    spec = _spec_of_options(options)
     summed = flatten_unit(spec, [x.sum(0, dtype=wire_dtype(spec, x)) for x in xs])
     return [rearrange(to_gradient_dtype(spec, summed), "... (n k) -> n ... k", n=n)]
 
 
 def _local_reduce_scatter(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec = _spec(options)
+    spec = _spec_of_options(options)
     buffer = flatten_unit(spec, xs)
     summed = group_psum_scatter(buffer.to(wire_dtype(spec, buffer)), binding, -1)
     return [to_gradient_dtype(spec, summed)]
 
 
 def _cast_all_to_gather(options: UnitOptions, xs: Tensors) -> Tensors:
-    return [_cast_to_gather(_spec(options), x) for x in xs]
+    return [_cast_to_gather(_spec_of_options(options), x) for x in xs]
 
 
 def _all_ranks_reduce_scatter_shards(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec, (x,) = _spec(options), xs
+    spec, (x,) = _spec_of_options(options), xs
     summed = REDUCE_SCATTER.all_ranks(n, options, [x.to(wire_dtype(spec, x))])
     return [to_gradient_dtype(spec, y) for y in summed]
 
 
 def _local_reduce_scatter_shards(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec, (x,) = _spec(options), xs
+    spec, (x,) = _spec_of_options(options), xs
     summed = REDUCE_SCATTER.local(binding, options, [x.to(wire_dtype(spec, x))])
     return [to_gradient_dtype(spec, y) for y in summed]
 
 
 def _all_ranks_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    parts = rearrange(flatten_unit(_spec(options), xs), "... (n k) -> n ... k", n=n)  # [n parts, n ranks, .., k]
+    # [n parts, n ranks, .., k]
+    parts = rearrange(flatten_unit(_spec_of_options(options), xs), "... (n k) -> n ... k", n=n)
     return [torch.diagonal(parts, 0, 0, 1).movedim(-1, 0)]
 
 
 def _uniform_partition(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    return [rearrange(flatten_unit(_spec(options), xs), "... (n k) -> n ... k", n=n)]
+    return [rearrange(flatten_unit(_spec_of_options(options), xs), "... (n k) -> n ... k", n=n)]
 
 
 def _all_ranks_pad(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = torch.diag_embed(xs[0].movedim(0, -1), dim1=0, dim2=-2)  # [n ranks, .., n parts, k]
-    return view_leaves(_spec(options), parts.flatten(-2))
+    return view_leaves(_spec_of_options(options), parts.flatten(-2))
 
 
 # Each rank uses its copy of a replicated value: as a joint map over the ranks, this is the identity. So the gradient is
 # summed over ranks afterwards, and not in a Function's backward, where a gradient of a gradient would sum it twice.
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec = _spec(options)
+    spec = _spec_of_options(options)
     return [to_gradient_dtype(spec, x.sum(0, dtype=wire_dtype(spec, x))) for x in xs]
 
 
@@ -115,7 +116,7 @@ def _local_sum(spec: Spec, x: torch.Tensor, binding: Binding) -> torch.Tensor:
 
 
 def _local_all_reduce(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
-    spec = _spec(options)
+    spec = _spec_of_options(options)
     return view_leaves(spec, _local_sum(spec, flatten_unit(spec, xs, padded=False), binding))
 
 
@@ -123,19 +124,19 @@ _PARTITION = RankOperation(
     "",
     all_ranks=_all_ranks_partition,
     uniform=_uniform_partition,
-    local=lambda binding, options, xs: [own_range(_spec(options), xs, binding.rank, binding.size)],
+    local=lambda binding, options, xs: [own_range(_spec_of_options(options), xs, binding.rank, binding.size)],
 )
 _PAD = RankOperation(
     "",
     all_ranks=_all_ranks_pad,
-    local=lambda binding, options, xs: pad_own(_spec(options), xs[0], binding.rank),
+    local=lambda binding, options, xs: pad_own(_spec_of_options(options), xs[0], binding.rank),
 )
 _ALL_REDUCE_SHARD = RankOperation(
     "all_reduce",
     all_ranks=_all_ranks_sum,
-    local=lambda binding, options, xs: [_local_sum(_spec(options), xs[0], binding)],
+    local=lambda binding, options, xs: [_local_sum(_spec_of_options(options), xs[0], binding)],
 )
-_SUMMED = {"unit": _unit, "wire_dtype": _summed_dtype}
+_SUMMED = {"unit": _unit_name, "wire_dtype": _summed_dtype}
 
 UNIT_ROWS = (
     LinearMap(
@@ -143,8 +144,8 @@ UNIT_ROWS = (
         RankOperation("all_gather", _all_ranks_gather, _local_gather),
         "reduce_scatter",
         output=COPIES,
-        unit=_unit,
-        wire_dtype=lambda options, x: gathered_dtype(_spec(options), x),
+        unit=_unit_name,
+        wire_dtype=lambda options, x: gathered_dtype(_spec_of_options(options), x),
     ),
     LinearMap(
         "reduce_scatter",
@@ -161,8 +162,8 @@ UNIT_ROWS = (
         ),
         "reduce_scatter_shards",
         output=COPIES,
-        unit=_unit,
-        wire_dtype=lambda options, x: gathered_dtype(_spec(options), x),
+        unit=_unit_name,
+        wire_dtype=lambda options, x: gathered_dtype(_spec_of_options(options), x),
     ),
     LinearMap(
         "reduce_scatter_shards",
@@ -171,8 +172,8 @@ UNIT_ROWS = (
         **_SUMMED,
     ),
     # the same for a unit that stays flat: between steps of stages 0 to 2, a box holds a full split unit
-    LinearMap("gather_flat", ALL_GATHER, "reduce_scatter_flat", output=COPIES, unit=_unit),
-    LinearMap("reduce_scatter_flat", REDUCE_SCATTER, "gather_flat", unit=_unit),
+    LinearMap("gather_flat", ALL_GATHER, "reduce_scatter_flat", output=COPIES, unit=_unit_name),
+    LinearMap("reduce_scatter_flat", REDUCE_SCATTER, "gather_flat", unit=_unit_name),
     LinearMap("partition", _PARTITION, "pad"),
     LinearMap("pad", _PAD, "partition"),
     LinearMap(

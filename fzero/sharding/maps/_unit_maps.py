@@ -88,15 +88,15 @@ class _AsIfBy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.name == "gather":  # sums gradients, by the spec's codec if it has one
-            of_xs = apply_over_unit_axes("reduce_scatter", _axes(ctx), ctx.spec_id, grads)
+            of_xs = apply_over_unit_axes("reduce_scatter", _context_axes(ctx), ctx.spec_id, grads)
         else:
-            of_xs = _apply_rows(transpose_of(ctx.name), _axes(ctx), ctx.spec_id, grads)
+            of_xs = _apply_rows(transpose_of(ctx.name), _context_axes(ctx), ctx.spec_id, grads)
         return (*[None] * (4 + len(ctx.bindings)), *of_xs, *[None] * ctx.values)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         at = 4 + len(ctx.bindings)
-        return tuple(_apply_rows(ctx.name, _axes(ctx), ctx.spec_id, tangents[at : at + ctx.count]))
+        return tuple(_apply_rows(ctx.name, _context_axes(ctx), ctx.spec_id, tangents[at : at + ctx.count]))
 
     @staticmethod
     def vmap(
@@ -106,7 +106,7 @@ class _AsIfBy(torch.autograd.Function):
         return tuple([y.view_as(y) for y in tensors[at:]]), tuple(in_dims[4 + at :])
 
 
-def _axes(ctx: Any) -> list[Axis]:
+def _context_axes(ctx: Any) -> list[Axis]:
     return _bound_axes(ctx.bindings, ctx.tokens)
 
 

@@ -41,11 +41,11 @@ def divide_tree(
     Returns:
         The subtrees. Each leaf lies in exactly one, and their names differ.
     """
-    groups = _divide(
+    groups = _divide_subtree(
         [_SubtreeLeaf(path, tuple(path.split(".")), numel) for path, numel in numels.items()], 0, min_numel, max_numel
     )
     below = _count_leaves([tuple(path.split(".")) for path in all_paths or numels])
-    return [_subtree(leaves, below) for leaves in groups]
+    return [_name_subtree(leaves, below) for leaves in groups]
 
 
 _Keys = tuple[str, ...]
@@ -60,7 +60,7 @@ class _SubtreeLeaf(NamedTuple):
 _Leaves = list[_SubtreeLeaf]
 
 
-def _divide(leaves: _Leaves, depth: int, min_numel: int, max_numel: float) -> list[_Leaves]:
+def _divide_subtree(leaves: _Leaves, depth: int, min_numel: int, max_numel: float) -> list[_Leaves]:
     """Divide a subtree, whose leaves share their first `depth` keys."""
     children: dict[str | None, _Leaves] = {}
     for leaf in leaves:
@@ -75,7 +75,9 @@ def _divide(leaves: _Leaves, depth: int, min_numel: int, max_numel: float) -> li
         if is_small and is_open and _numel_of(subtrees[-1]) + numel <= max_numel:
             subtrees[-1] = subtrees[-1] + child
         else:
-            subtrees += [child] if is_small or len(child) == 1 else _divide(child, depth + 1, min_numel, max_numel)
+            subtrees += (
+                [child] if is_small or len(child) == 1 else _divide_subtree(child, depth + 1, min_numel, max_numel)
+            )
         is_open = is_small
     return _join_small(subtrees, min_numel, max_numel)
 
@@ -101,7 +103,7 @@ def _count_leaves(leaves: Iterable[_Keys]) -> Counter[_Keys]:
     return Counter([keys[:depth] for keys in leaves for depth in range(len(keys) + 1)])
 
 
-def _subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> _Subtree:
+def _name_subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> _Subtree:
     """Name a subtree by the first and the last subtree that it contains completely."""
     inside = _count_leaves([leaf.keys for leaf in leaves])
 

@@ -53,7 +53,7 @@ def by_granularity(params: Tree, threshold: float, max_numel: int = 10**9) -> Un
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: expected a number from 0 on, in parameters per descendant")
     max_numel, unit_leaves = check_int("max_numel", max_numel, 1, NUMEL), find_unit_leaves(params)
-    nodes = _nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
+    nodes = _tree_nodes({tuple(path.split(".")): x.numel() for path, x in unit_leaves.leaves.items()})
     fine_keys = {
         keys for keys, node in nodes.items() if node.is_module and node.ratio <= threshold and node.numel <= max_numel
     }
@@ -84,7 +84,7 @@ class _Node(NamedTuple):
         return self.numel // self.modules
 
 
-def _nodes(numels: Mapping[_Keys, int]) -> dict[_Keys, _Node]:
+def _tree_nodes(numels: Mapping[_Keys, int]) -> dict[_Keys, _Node]:
     """Return the nodes of a tree by their keys."""
     below: dict[_Keys, dict[_Keys, None]] = {(): {}}
     total, direct = dict[_Keys, int](), dict[_Keys, int]()

@@ -50,7 +50,7 @@ def accelerate(run: PlannedRun) -> Export:
     as_run = replace(c, stage=max(c.stage, int(is_fsdp)), remat=bool(c.remat), offload=c.offload * is_fsdp, ep=1)
     peak = expected_bytes(run, fsdp2_states, as_run)
     return make_export(
-        run, system=_SYSTEM, filename="accelerate.yaml", body=_yaml(fields), differences=_differences(run), peak=peak
+        run, system=_SYSTEM, filename="accelerate.yaml", body=_to_yaml(fields), differences=_differences(run), peak=peak
     )
 
 
@@ -58,12 +58,12 @@ def _is_fsdp(run: PlannedRun) -> bool:
     return run.config.stage > 0 or max(run.config.cp, run.config.tp) > 1
 
 
-def _yaml(fields: dict[str, Any], indent: str = "") -> str:
+def _to_yaml(fields: dict[str, Any], indent: str = "") -> str:
     """Write nested dictionaries of plain values, which need no library for YAML."""
     lines = []
     for key, value in fields.items():
         if isinstance(value, dict):
-            lines.append(f"{indent}{key}:\n{_yaml(value, indent + '  ')}")
+            lines.append(f"{indent}{key}:\n{_to_yaml(value, indent + '  ')}")
         else:
             word = '"no"' if value == "no" else value  # the word alone is false in YAML
             if isinstance(value, bool):

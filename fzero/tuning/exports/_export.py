@@ -101,7 +101,7 @@ def make_export(
     """
     fits = None if peak is None else peak <= run.budget
     if peak is not None:
-        differences = [_expectation(run, system, peak), *differences]
+        differences = [_peak_expectation(run, system, peak), *differences]
     lines = [f"{system}. Written by fzero plan.", run.title, *differences]
     head = "".join([f"# {line}\n" for line in lines]) if comments else ""
     return Export(
@@ -109,7 +109,7 @@ def make_export(
     )
 
 
-def _expectation(run: PlannedRun, system: str, peak: float) -> str:
+def _peak_expectation(run: PlannedRun, system: str, peak: float) -> str:
     name = system.split(",")[0].split(" ")[0]
     verdict = "fits" if peak <= run.budget else f"does not fit, by {format_bytes(peak - run.budget)}"
     return (

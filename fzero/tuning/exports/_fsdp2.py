@@ -26,7 +26,7 @@ PRODUCTS = [
 
 def fsdp2(run: PlannedRun) -> Export:
     """Write a function that shards a model and one that trains it by a batch."""
-    c, parts = run.config, [_imports(run)]
+    c, parts = run.config, [_import_lines(run)]
     if c.remat == "matmuls":
         parts.append(_PRODUCTS)
     body = "\n\n".join([*parts, _shard_model(run), _train_step(run)])
@@ -36,7 +36,7 @@ def fsdp2(run: PlannedRun) -> Export:
     )
 
 
-def _imports(run: PlannedRun) -> str:
+def _import_lines(run: PlannedRun) -> str:
     """Return the import lines of the program."""
     c = run.config
     tensor = "ColwiseParallel, RowwiseParallel, parallelize_module"

@@ -41,9 +41,9 @@ _SCHEDULES = {
 
 def torchtitan(run: PlannedRun) -> Export:
     """Write the functions `apply_plan`, and `planned` where torchtitan has the model."""
-    parts = [_imports(run), _apply_plan(run)]
+    parts = [_import_lines(run), _apply_plan(run)]
     if _model_of(run):
-        parts.append(_planned(run))
+        parts.append(_config_function(run))
     # whole gradients are never held, since each micro-batch is summed over ranks
     peak = expected_bytes(run, fsdp2_states, replace(run.config, stage=2) if run.config.stage == 1 else None)
     return make_export(
@@ -60,13 +60,13 @@ def _model_of(run: PlannedRun) -> _KnownModel | None:
     return _KNOWN.get(run.shape.name) if run.shape else None
 
 
-def _policy(run: PlannedRun) -> str:
+def _checkpoint_class(run: PlannedRun) -> str:
     """Return the class of activation checkpoints; "" for none."""
     return {False: "", "matmuls": "SelectiveAC"}.get(run.config.remat, "FullAC")
 
 
-def _imports(run: PlannedRun) -> str:
-    policy, model = _policy(run), _model_of(run)
+def _import_lines(run: PlannedRun) -> str:
+    policy, model = _checkpoint_class(run), _model_of(run)
     lines = ["from torchtitan.components.loss import ChunkedLossWrapper"]
     lines += [f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []
     if model:
@@ -89,7 +89,7 @@ def _apply_plan(run: PlannedRun) -> str:
         ("training.num_tokens_per_train_step", f"{c.global_batch} * {tokens}", True),
         ("training.max_norm", 1.0, True),
         ("training.dtype", '"float32"', True),
-        ("training.mixed_precision_param", f'"{_precision(run)}"', True),
+        ("training.mixed_precision_param", f'"{_precision_lines(run)}"', True),
         ("training.enable_cpu_offload", c.offload > 0, True),
         ("training.disable_cuda_graphs", True, c.pp > 1 or c.ep > 1),
         ("parallelism.data_parallel_replicate_degree", replicate, True),
@@ -101,7 +101,7 @@ def _apply_plan(run: PlannedRun) -> str:
         ("parallelism.expert_parallel_degree", c.ep, True),
         ("parallelism.pipeline_parallel_schedule", f'"{_SCHEDULES.get(c.schedule)}"', c.pp > 1),
         ("parallelism.num_pp_microbatches", c.accumulation, c.pp > 1),
-        ("config.activation_checkpoint", _policy(run) + ".Config()" if c.remat else None, True),
+        ("config.activation_checkpoint", _checkpoint_class(run) + ".Config()" if c.remat else None, True),
     ]
     lines = [
         "def apply_plan(config: Trainer.Config) -> Trainer.Config:",
@@ -123,7 +123,7 @@ _WHOLE_LOSS = (
 )
 
 
-def _planned(run: PlannedRun) -> str:
+def _config_function(run: PlannedRun) -> str:
     """Write the function that `--config` names."""
     model = _model_of(run)
     assert model is not None and run.shape is not None
@@ -141,7 +141,7 @@ def _planned(run: PlannedRun) -> str:
     return "\n".join([*lines, "    return apply_plan(config)", ""])
 
 
-def _precision(run: PlannedRun) -> str:
+def _precision_lines(run: PlannedRun) -> str:
     return "float32" if run.config.precision == "float32" else "bfloat16"
 
 
@@ -174,6 +174,6 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         differences.append("float16: bfloat16 stands in its place, since torchtitan has no loss scale.")
     if c.precision != "float32":
         differences.append(
-            f"Parameters are float32 between steps and {_precision(run)} in gathers, and have no second copy."
+            f"Parameters are float32 between steps and {_precision_lines(run)} in gathers, and have no second copy."
         )
     return tuple(differences)

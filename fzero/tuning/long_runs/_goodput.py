@@ -95,7 +95,8 @@ class Goodput(FigureReport):
         return (
             f"goodput {self.mean:.1%} on average (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days "
             f"on {self.devices:,} devices, with {self.failures:,.0f} failures and a save every "
-            f"{_duration(self.every)} (by Daly's formula {_duration(self.formula)}). Lost: {lost or 'nothing'}"
+            f"{_format_duration(self.every)} (by Daly's formula {_format_duration(self.formula)}). "
+            f"Lost: {lost or 'nothing'}"
         )
 
     def _figure(self) -> Any:
@@ -111,13 +112,13 @@ class Goodput(FigureReport):
         return figure
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 5400 else _hours(seconds)
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else _format_hours(seconds)
 
 
-def _hours(seconds: float) -> str:
+def _format_hours(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h"
 
 
@@ -217,6 +218,6 @@ def _check_run(
     if failures > _MAX_FAILURES:
         raise ValueError(
             f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
-            f"{devices} devices fail each {_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
+            f"{devices} devices fail each {_format_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
             f"{days:g} days"
         )

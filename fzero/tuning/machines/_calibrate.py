@@ -78,13 +78,13 @@ def calibrate(seconds: float = 5.0) -> Machine:
     devices = max(torch.accelerator.device_count(), 1)
     local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     budget = seconds / 8
-    speeds = {dtype: _slowest(product_speed(dtype, device, budget)) for dtype in _DTYPES}
-    small = {dtype: -_slowest(-small_seconds(dtype, device, budget / 2)) for dtype in _DTYPES}
+    speeds = {dtype: _slowest_of_ranks(product_speed(dtype, device, budget)) for dtype in _DTYPES}
+    small = {dtype: -_slowest_of_ranks(-small_seconds(dtype, device, budget / 2)) for dtype in _DTYPES}
     float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
     constants = {
         "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
         "float32_slowdown": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
-        "memory_bandwidth": (copy := _slowest(copy_speed(device, budget)), "measured: a copy"),
+        "memory_bandwidth": (copy := _slowest_of_ranks(copy_speed(device, budget)), "measured: a copy"),
         "launch_seconds": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
@@ -97,7 +97,7 @@ def _is_launched() -> bool:
     return dist.is_available() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) > 1)
 
 
-def _slowest(speed: float) -> float:
+def _slowest_of_ranks(speed: float) -> float:
     """Return the smallest value of all ranks, so that all ranks agree."""
     if not (dist.is_available() and dist.is_initialized()):
         return speed
@@ -112,8 +112,8 @@ def _measure_host(device: torch.device, copy: float, local_ranks: int, budget: f
         link = (copy, "measured: a copy within host memory")
         host = (copy * local_ranks, "measured: a copy, by all ranks of this machine")
         return {"host_link_bandwidth": link, "host_memory_bandwidth": host}
-    share = _slowest(copy_speed(torch.device("cpu"), budget)) * local_ranks
-    link = _slowest(bytes_to_host(device, budget))
+    share = _slowest_of_ranks(copy_speed(torch.device("cpu"), budget)) * local_ranks
+    link = _slowest_of_ranks(bytes_to_host(device, budget))
     return {
         "host_link_bandwidth": (link, "measured: pinned memory, the slower direction"),
         "host_memory_bandwidth": (share, "measured: a copy on the host, by all ranks of this machine"),
@@ -158,7 +158,7 @@ def _measure_group(group: Any, first: int, stride: int, ranks: int, device: torc
     if dist.get_rank() in (first, first + stride):
         hop = measure_message_seconds(first, first + stride, device, _TIMED_ROUNDS)
     small, large = (gather_seconds(n, group, device, _TIMED_ROUNDS) for n in (1, numel))
-    hop, small, large = (-_slowest(-x) for x in (hop, small, large))
+    hop, small, large = (-_slowest_of_ranks(-x) for x in (hop, small, large))
     return _fit_links(hop, small, large, 4 * numel * ranks, ranks)
 
 
@@ -182,7 +182,7 @@ def _make_machine(device: torch.device, constants: dict[str, tuple[float, str]])
     base = CPU if device.type == "cpu" else H100
     local_ranks = int(constants["ranks"][0])
     if device.type == "cpu":
-        name, memory = f"{os.cpu_count()} cores of {_processor()}", _host_bytes() / local_ranks
+        name, memory = f"{os.cpu_count()} cores of {_processor_name()}", _host_bytes() / local_ranks
     else:
         properties = torch.get_device_module(device).get_device_properties(device)
         name, memory = properties.name, properties.total_memory
@@ -203,7 +203,7 @@ def _make_machine(device: torch.device, constants: dict[str, tuple[float, str]])
     return Machine(name, **values, kind=device.type, source=source_text, sources=tuple(sources))  # pyright: ignore
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     """Return the model name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as f:

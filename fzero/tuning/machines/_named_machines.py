@@ -143,14 +143,14 @@ def machine_of(machine: Any) -> Machine:
     return MACHINES[machine.lower()]
 
 
-def _path() -> Any:
+def _calibrated_path() -> Any:
     return cache_folder() / "calibrated.json"
 
 
 def save(machine: Machine) -> Any:
     """Store a machine in the user's cache folder, and return the path."""
-    write_atomically(_path(), json.dumps(asdict(machine), indent=1))
-    return _path()
+    write_atomically(_calibrated_path(), json.dumps(asdict(machine), indent=1))
+    return _calibrated_path()
 
 
 def _read_calibrated() -> Machine:
@@ -160,7 +160,7 @@ def _read_calibrated() -> Machine:
         ValueError: if no machine is stored, or the file cannot be read.
     """
     try:
-        return Machine(**json.loads(_path().read_text(encoding="utf-8")))
+        return Machine(**json.loads(_calibrated_path().read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ValueError(
             "machine='calibrated': no machine is stored yet: run `fzero calibrate` on the machine, or "
@@ -168,5 +168,5 @@ def _read_calibrated() -> Machine:
         ) from error
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"machine='calibrated': {_path()} cannot be read: {error}. Run `fzero calibrate` again"
+            f"machine='calibrated': {_calibrated_path()} cannot be read: {error}. Run `fzero calibrate` again"
         ) from error

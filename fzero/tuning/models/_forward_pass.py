@@ -68,7 +68,7 @@ def embed(shape: ModelShape, options: ForwardOptions, params: ModelParams, batch
         n, p = len(inputs), shape.patch
         weights = gather(params["patches"])
         patches = inputs.to(weights["w"].dtype).unfold(2, p, p).unfold(3, p, p)
-        x = _linear(weights, patches.permute(0, 2, 3, 1, 4, 5).reshape(n, -1, 3 * p * p))
+        x = _apply_linear(weights, patches.permute(0, 2, 3, 1, 4, 5).reshape(n, -1, 3 * p * p))
         x = torch.cat([gather(params["first"]).expand(n, 1, -1), x], 1)
     else:
         x = tp.embed(inputs, gather(params["tokens"]), sequence=options.sequence)
@@ -76,7 +76,7 @@ def embed(shape: ModelShape, options: ForwardOptions, params: ModelParams, batch
         x = x + _learned_positions(options, gather(params["positions"]), x)
     if shape.task == "masked":
         segment = _for_own_tokens(options, gather(params["segments"])[0])
-        x = _norm(shape, _for_own_tokens(options, gather(params["norm0"])), x + segment)
+        x = _apply_norm(shape, _for_own_tokens(options, gather(params["norm0"])), x + segment)
     return x
 
 
@@ -96,23 +96,23 @@ def head_loss(
     shape: ModelShape, options: ForwardOptions, params: ModelParams, x: torch.Tensor, batch: Any
 ) -> torch.Tensor:
     """Return the loss, given the output of the last block."""
-    x = _norm(shape, _for_own_tokens(options, gather(params["norm"])), x)
+    x = _apply_norm(shape, _for_own_tokens(options, gather(params["norm"])), x)
     if shape.task == "image":
         x = x[:, 0]
     if shape.task == "masked":
-        x = F.gelu(_linear(_for_own_tokens(options, gather(params["last"])), x))
+        x = F.gelu(_apply_linear(_for_own_tokens(options, gather(params["last"])), x))
     if options.chunked:
-        weight, bias = _head(shape, params)
+        weight, bias = _output_head(shape, params)
         axis = "tp" if axis_size(axis_if_bound("tp")) > 1 else None
         return linear_cross_entropy(tp.all_gather(x) if options.sequence else x, weight, batch[1], bias, axis=axis)
     x = tp.enter(x, sequence=options.sequence)
-    logits = x @ gather(params["tokens"]).T if shape.tied else _linear(gather(params["head"]), x)
+    logits = x @ gather(params["tokens"]).T if shape.tied else _apply_linear(gather(params["head"]), x)
     logits = (logits + gather(params["bias"]) if "bias" in params else logits).flatten(0, -2).float()
     loss = F.cross_entropy if axis_size(axis_if_bound("tp")) == 1 else tp.cross_entropy
     return loss(logits, batch[1].flatten())
 
 
-def _head(shape: ModelShape, params: ModelParams) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _output_head(shape: ModelShape, params: ModelParams) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the weight `[classes, width]` of the output head, and its bias."""
     if shape.tied:
         return gather(params["tokens"]), gather(params["bias"]) if "bias" in params else None
@@ -120,7 +120,7 @@ def _head(shape: ModelShape, params: ModelParams) -> tuple[torch.Tensor, torch.T
     return head["w"].mT, head.get("b")
 
 
-def _linear(p: ModelParams, x: torch.Tensor) -> torch.Tensor:
+def _apply_linear(p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     return x @ p["w"] + p["b"] if "b" in p else x @ p["w"]
 
 
@@ -152,7 +152,7 @@ def _row_linear(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> tor
     return y + _for_own_tokens(options, p["b"]) if "b" in p else y
 
 
-def _norm(shape: ModelShape, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
+def _apply_norm(shape: ModelShape, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     size = p["w"].shape
     return F.layer_norm(x, size, p["w"], p["b"]) if shape.norm == "layer" else F.rms_norm(x, size, p["w"])
 
@@ -161,28 +161,28 @@ def _apply_block(
     shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     """Apply a block. The norms follow attention and MLP in BERT, and precede them in all other models."""
-    norm1, norm2 = (partial(_norm, shape, _for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
+    norm1, norm2 = (partial(_apply_norm, shape, _for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
     if shape.task == "masked":
-        x = norm1(x + _attention(shape, options, p, x, tables))
-        return norm2(x + _mlp(shape, options, p["mlp"], x))
-    x = x + _attention(shape, options, p, norm1(x), tables)
+        x = norm1(x + _apply_attention(shape, options, p, x, tables))
+        return norm2(x + _apply_mlp(shape, options, p["mlp"], x))
+    x = x + _apply_attention(shape, options, p, norm1(x), tables)
     h = norm2(x)
-    return x + (_moe(shape, options, p, h) if "experts" in p else _mlp(shape, options, p["mlp"], h))
+    return x + (_apply_experts(shape, options, p, h) if "experts" in p else _apply_mlp(shape, options, p["mlp"], h))
 
 
 _CAPACITY_FACTOR = 1.25  # positions at an expert, relative to even routing
 
 
-def _moe(shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
+def _apply_experts(shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Send tokens to their experts. A rank along "tp" holds part of each expert, and routes all tokens."""
     x = tp.all_gather(x) if options.sequence else x
-    routing = moe.route(_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
+    routing = moe.route(_apply_linear(p["router"], x).float(), k=shape.experts[1], normalize=True)
     routing = routing._replace(gates=tp.enter(routing.gates))
     y = moe.layer(partial(_expert_mlp, shape), p["experts"], tp.enter(x), routing, capacity=_CAPACITY_FACTOR)
     return tp.leave(y, sequence=options.sequence)
 
 
-def _mlp(shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
+def _apply_mlp(shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     x = tp.enter(x, sequence=options.sequence)
     up = _block_linear(options, p["up"], x)
     hidden = F.silu(_block_linear(options, p["gate"], x)) * up if shape.gated else F.gelu(up)
@@ -194,7 +194,7 @@ def _expert_mlp(shape: ModelShape, p: ModelParams, rows: torch.Tensor, linear: m
     return linear(F.silu(linear(rows, p["gate"]["w"])) * up if shape.gated else F.gelu(up), p["down"]["w"])
 
 
-def _attention(
+def _apply_attention(
     shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     """Return the output of a block's attention, `[n, t, width]`, with this rank's heads."""
@@ -203,9 +203,9 @@ def _attention(
     q, k, v = (_block_linear(options, p[name], x).view(n, t, -1, shape.head_width).transpose(1, 2) for name in "qkv")
     if shape.head_norm:
         norms = {name: {part: tp.enter(w) for part, w in p[f"{name}_norm"].items()} for name in "qk"}
-        q, k = _norm(shape, norms["q"], q), _norm(shape, norms["k"], k)
+        q, k = _apply_norm(shape, norms["q"], q), _apply_norm(shape, norms["k"], k)
     if tables is not None:
-        q, k = _rotate(q, tables), _rotate(k, tables)
+        q, k = _rotate_heads(q, tables), _rotate_heads(k, tables)
     attend = _explicit_attention if options.explicit else context.attention
     return _row_linear(
         options, p["o"], attend(q, k, v, causal=shape.task == "causal").transpose(1, 2).reshape(n, t, -1)
@@ -223,7 +223,7 @@ def _rotary_tables(shape: ModelShape, options: ForwardOptions, x: torch.Tensor) 
     return cos, sin
 
 
-def _rotate(x: torch.Tensor, tables: _Rotary) -> torch.Tensor:
+def _rotate_heads(x: torch.Tensor, tables: _Rotary) -> torch.Tensor:
     """Rotate queries or keys by their positions."""
     cos, sin = tables
     a, b = x.chunk(2, -1)

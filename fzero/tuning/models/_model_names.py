@@ -73,46 +73,46 @@ class ModelShape:
 def init(shape: ModelShape, depth: int) -> ModelParams:
     """Make the parameters of a model with `depth` blocks, on the meta device."""
     d, biased = shape.width, shape.biases == "all"
-    params: ModelParams = {"blocks": [_block(shape) for _ in range(depth)]}
+    params: ModelParams = {"blocks": [_block_params(shape) for _ in range(depth)]}
     if shape.task == "image":
-        params |= {"patches": _linear_params(3 * shape.patch**2, d, True), "first": _empty(d)}
+        params |= {"patches": _linear_params(3 * shape.patch**2, d, True), "first": _empty_leaf(d)}
     else:
-        params |= {"tokens": _empty(shape.vocab, d)}
+        params |= {"tokens": _empty_leaf(shape.vocab, d)}
     if shape.positions:
-        params |= {"positions": _empty(shape.positions, d)}
+        params |= {"positions": _empty_leaf(shape.positions, d)}
     if shape.task == "masked":  # BERT: segments, the norm after the embeddings, and the layer before the head
-        params |= {"segments": _empty(2, d), "norm0": _norm(shape, d), "last": _linear_params(d, d, True)}
-    params |= {"norm": _norm(shape, d)}
+        params |= {"segments": _empty_leaf(2, d), "norm0": _norm_params(shape, d), "last": _linear_params(d, d, True)}
+    params |= {"norm": _norm_params(shape, d)}
     if shape.tied:
-        return params | ({"bias": _empty(shape.vocab)} if shape.task == "masked" else {})
+        return params | ({"bias": _empty_leaf(shape.vocab)} if shape.task == "masked" else {})
     return params | {"head": _linear_params(d, shape.vocab, biased)}
 
 
-def _empty(*size: int) -> torch.Tensor:
+def _empty_leaf(*size: int) -> torch.Tensor:
     return torch.empty(size, device="meta")
 
 
 def _linear_params(inputs: int, outputs: int, bias: bool, *leading: int) -> ModelParams:
-    return {"w": _empty(*leading, inputs, outputs)} | ({"b": _empty(*leading, outputs)} if bias else {})
+    return {"w": _empty_leaf(*leading, inputs, outputs)} | ({"b": _empty_leaf(*leading, outputs)} if bias else {})
 
 
-def _norm(shape: ModelShape, width: int) -> ModelParams:
-    return {"w": _empty(width)} | ({"b": _empty(width)} if shape.norm == "layer" else {})
+def _norm_params(shape: ModelShape, width: int) -> ModelParams:
+    return {"w": _empty_leaf(width)} | ({"b": _empty_leaf(width)} if shape.norm == "layer" else {})
 
 
-def _block(shape: ModelShape) -> ModelParams:
+def _block_params(shape: ModelShape) -> ModelParams:
     """Return the parameters of one block, by name: attention, and an MLP or experts."""
     d, h, all_ = shape.width, shape.head_width, shape.biases == "all"
     kv = (shape.kv_heads or shape.heads) * h
     qkv = all_ or shape.biases == "qkv"
-    block = {"norm1": _norm(shape, d), "norm2": _norm(shape, d)}
+    block = {"norm1": _norm_params(shape, d), "norm2": _norm_params(shape, d)}
     block |= {
         "q": _linear_params(d, shape.heads * h, qkv),
         "k": _linear_params(d, kv, qkv),
         "v": _linear_params(d, kv, qkv),
     }
     block |= {"o": _linear_params(shape.heads * h, d, all_)}
-    block |= {"q_norm": _norm(shape, h), "k_norm": _norm(shape, h)} if shape.head_norm else {}
+    block |= {"q_norm": _norm_params(shape, h), "k_norm": _norm_params(shape, h)} if shape.head_norm else {}
     count = shape.experts[0]
     leading = (count,) if count else ()
     mlp = {"up": _linear_params(d, shape.mlp, all_, *leading), "down": _linear_params(shape.mlp, d, all_, *leading)}

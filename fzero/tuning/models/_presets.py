@@ -57,14 +57,14 @@ def shape_of(model: str) -> ModelShape:
     path = pathlib.Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return _read(path)
+        return _read_config(path)
     raise ValueError(
         f"model {model!r} is unknown: expected one of {', '.join(PRESETS)}, a Hugging Face config.json or its folder, "
         "or module:function for your own make_step"
     )
 
 
-def _read(path: pathlib.Path) -> ModelShape:
+def _read_config(path: pathlib.Path) -> ModelShape:
     """Read a model's sizes from the configuration file of Hugging Face."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -122,12 +122,12 @@ def _read_gpt2(name: str, c: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def _bert(name: str, c: Mapping[str, Any]) -> ModelShape:
+def _bert_shape(name: str, c: Mapping[str, Any]) -> ModelShape:
     sizes = (c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"], c["intermediate_size"])
     return ModelShape(name, *sizes, c["vocab_size"], positions=c["max_position_embeddings"], tied=True, task="masked")
 
 
-def _vit(name: str, c: Mapping[str, Any]) -> ModelShape:
+def _vit_shape(name: str, c: Mapping[str, Any]) -> ModelShape:
     sizes = (c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"], c["intermediate_size"])
     positions = (c["image_size"] // c["patch_size"]) ** 2 + 1
     classes = len(c.get("id2label") or range(2))  # the default of transformers
@@ -137,6 +137,6 @@ def _vit(name: str, c: Mapping[str, Any]) -> ModelShape:
 _READERS: dict[str, Callable[[str, Mapping[str, Any]], ModelShape]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral"), _read_llama),
     "gpt2": _read_gpt2,
-    "bert": _bert,
-    "vit": _vit,
+    "bert": _bert_shape,
+    "vit": _vit_shape,
 }

@@ -107,7 +107,7 @@ class ModelStep:
         self._check(config, depth)
         axes: dict[str, Any] = {**config.axes}
         ranks = mesh(**axes)
-        adamw = optim.adamw(3e-4, weight_decay=0.1, mask=_matrices(config), moments=config.moments)
+        adamw = optim.adamw(3e-4, weight_decay=0.1, mask=_weight_decay_mask(config), moments=config.moments)
         opt = optim.master_weights(adamw, config.policy)
         opt = optim.offload(opt, config.offload) if config.offload else opt
         opt = optim.chain(optim.clip_by_global_norm(1.0), opt)
@@ -120,7 +120,7 @@ class ModelStep:
 
         stage: Any = config.stage
         pp_loss = self._pipeline(shape, config, depth) if config.pp > 1 else None
-        split = pp_loss.split if pp_loss else _rules(shape, config, depth)
+        split = pp_loss.split if pp_loss else _split_rules(shape, config, depth)
         step = shard(train_step, stage=stage, mesh=ranks, axis=config.mean, split=split)
         params = init(shape, depth)
         params, opt_state = step.init(pp_loss.stack(params, ranks) if pp_loss else params, opt)
@@ -153,7 +153,7 @@ class ModelStep:
             stages_per_rank=config.pipeline_stages,
             depth=depth,
             remat=config.remat,
-            split=_rules(shape, config, depth),
+            split=_split_rules(shape, config, depth),
         )
 
     def _options(self, config: Configuration) -> ForwardOptions:
@@ -210,14 +210,14 @@ def _split_dims(shape: ModelShape, depth: int) -> dict[str, int]:
     return {name: dim for name, dim in TENSOR.items() if any(f".{path}".endswith(f".{name}") for path in paths)}
 
 
-def _rules(shape: ModelShape, config: Configuration, depth: int) -> tuple[Callable[..., Any], ...] | None:
+def _split_rules(shape: ModelShape, config: Configuration, depth: int) -> tuple[Callable[..., Any], ...] | None:
     """Return the rules that split leaves over axes other than those of ZeRO; None if there are none."""
     rules = [tp.split_rule(_split_dims(shape, depth))] if config.tp > 1 else []
     rules += [moe.split_rule("experts")] if config.ep > 1 else []
     return tuple(rules) or None
 
 
-def _matrices(config: Configuration) -> Callable[..., Any]:
+def _weight_decay_mask(config: Configuration) -> Callable[..., Any]:
     """Return the mask of weight decay. It selects matrices, whose blocks a pipeline stacks along a first dimension."""
 
     def is_matrix(path: str, p: Any) -> bool:

@@ -51,7 +51,7 @@ class OffloadCosts(FigureReport):
         Raises:
             ValueError: if `ratio` is not from 0 to 1.
         """
-        return _interpolate(self.work.device_bytes, ratio)
+        return _interpolate_ends(self.work.device_bytes, ratio)
 
     def host_bytes(self, ratio: float) -> float:
         """Return the peak bytes on the host for a rank at a ratio, interpolated between the peaks at 0 and 1.
@@ -59,7 +59,7 @@ class OffloadCosts(FigureReport):
         Raises:
             ValueError: if `ratio` is not from 0 to 1.
         """
-        return _interpolate(self.work.host_bytes, ratio)
+        return _interpolate_ends(self.work.host_bytes, ratio)
 
     @property
     def first_fit(self) -> float | None:
@@ -117,7 +117,7 @@ class OffloadCosts(FigureReport):
             ValueError: if `ratio` is not from 0 to 1.
         """
         work, machine = self.work, self.machine
-        _interpolate((0, 1), ratio)
+        _interpolate_ends((0, 1), ratio)
         if update == "device":  # the host's memory serves both directions
             seconds = max(
                 work.state_bytes / machine.host_link_bandwidth,
@@ -253,7 +253,7 @@ def offload_costs(work: OffloadWork, machine: Machine, parts: int = 100) -> Offl
     return OffloadCosts(work, machine, parts)
 
 
-def _interpolate(ends: tuple[float, float], ratio: float) -> float:
+def _interpolate_ends(ends: tuple[float, float], ratio: float) -> float:
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio={ratio!r}: expected a number from 0 to 1")
     return ends[0] + ratio * (ends[1] - ends[0])

@@ -138,7 +138,9 @@ def offload_ratio(
     k = _first_fit(peak, budget, parts)
     if k is None:
         raise ValueError(_does_not_fit(plans[0], plans[parts], budget))
-    result = OffloadRatio(k / parts, plans[k], budget, tuple([_summary(i / parts, plans[i]) for i in sorted(plans)]))
+    result = OffloadRatio(
+        k / parts, plans[k], budget, tuple([_summarize_trial(i / parts, plans[i]) for i in sorted(plans)])
+    )
     if room is not None and (host := plans[k].peak_of("host")) > room:
         raise ValueError(
             f"host_budget={host_budget:,}: at the smallest ratio that fits the device, {result.ratio:g}, the host "
@@ -172,7 +174,7 @@ def _first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | N
     return high
 
 
-def _summary(ratio: float, plan: Plan) -> RatioTrial:
+def _summarize_trial(ratio: float, plan: Plan) -> RatioTrial:
     down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
     return RatioTrial(
         ratio=ratio, device_bytes=plan.peak_of("device"), host_bytes=plan.peak_of("host"), down_bytes=down, up_bytes=up

@@ -68,7 +68,7 @@ class ConfigurationPlanner:
 
     def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> _PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
-        return _summaries(config, self.steps(config, settings), settings)
+        return _summarize_plans(config, self.steps(config, settings), settings)
 
     def steps(self, config: Configuration, ranks: Iterable[int] | None = None) -> _StepsOfRanks | Plan:
         """Return the steps of a configuration on each rank that may be the fullest or the slowest, or on `ranks`."""
@@ -111,7 +111,7 @@ class _FewerBlocks:
         for n, plan in plans.items():
             replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
             if replans:
-                plans[n] = {**plan, **_summaries(self.config, self.steps[n], replans)}
+                plans[n] = {**plan, **_summarize_plans(self.config, self.steps[n], replans)}
         summaries = {
             rank: extrapolate_line({n: plan[rank] for n, plan in plans.items()}, self.config.depth) for rank in fastest
         }
@@ -120,7 +120,7 @@ class _FewerBlocks:
     def _plan(self, depth: int) -> _PlanSummaries:
         if depth not in self.plans:
             self.steps[depth] = self.planner.steps(replace(self.config, depth=depth))
-            self.plans[depth] = _summaries(self.config, self.steps[depth])
+            self.plans[depth] = _summarize_plans(self.config, self.steps[depth])
         return self.plans[depth]
 
     def _fastest(self, plans: Mapping[int, _PlanSummaries]) -> dict[int, PlanSettings] | None:
@@ -136,7 +136,7 @@ class _FewerBlocks:
         return {rank: dict(summary.fastest) for rank, summary in summaries.items()}
 
 
-def _summaries(
+def _summarize_plans(
     config: Configuration, steps: _StepsOfRanks | Plan, settings: Mapping[int, PlanSettings | None] | None = None
 ) -> _PlanSummaries:
     """Summarize the plans of steps in the schedules that fzero.jit chooses, or of some ranks in given ones."""

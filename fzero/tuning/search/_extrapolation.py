@@ -121,11 +121,11 @@ def _peak_is_at(keys: Collection[OperationKey], summary: PlanSummary) -> bool:
 
 def _compared_numbers(a: PlanSummary, b: PlanSummary) -> list[tuple[float, float]]:
     """Pair the numbers of two summaries, but the bytes of operations and the schedules that were not chosen."""
-    pairs = [*_pairs(a.traffic_bytes, b.traffic_bytes), (a.host_bytes, b.host_bytes), (a.flops, b.flops)]
+    pairs = [*_value_pairs(a.traffic_bytes, b.traffic_bytes), (a.host_bytes, b.host_bytes), (a.flops, b.flops)]
     return [*pairs, (a.schedules[a.settings].seconds, b.schedules[a.settings].seconds)]
 
 
-def _pairs(a: Mapping[Any, float], b: Mapping[Any, float]) -> list[tuple[float, float]]:
+def _value_pairs(a: Mapping[Any, float], b: Mapping[Any, float]) -> list[tuple[float, float]]:
     return [(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}]
 
 
@@ -134,7 +134,7 @@ def _are_near(a: float, b: float) -> bool:
 
 
 def _largest_gap(a: KindBytes, b: KindBytes) -> float:
-    return max([abs(x - y) for x, y in _pairs(a, b)], default=0.0)
+    return max([abs(x - y) for x, y in _value_pairs(a, b)], default=0.0)
 
 
 def _largest_at(numbers: Mapping[int, float], depth: int) -> float:

@@ -46,14 +46,14 @@ def open_pool(
             if result is not None:
                 return _InProcess().submit(lambda: result)
             if not processes:
-                processes.append(stack.enter_context(_processes(count, run)))
+                processes.append(stack.enter_context(_process_pool(count, run)))
             return processes[0](value)
 
         yield start
 
 
 @contextmanager
-def _processes(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
+def _process_pool(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Future[Any]]]:
     """Yield a function that starts `run` on a value in one of `count` processes, as `open_pool` describes."""
     if count > 1 and not _can_fork():
         warn_once(
@@ -66,7 +66,7 @@ def _processes(count: int, run: Callable[[Any], Any]) -> Iterator[Callable[[Any]
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the threads of a parent do not survive a fork
-    pool = ProcessPoolExecutor(count, get_context("fork"), _inherit, (run,))
+    pool = ProcessPoolExecutor(count, get_context("fork"), _inherit_function, (run,))
     try:
         yield lambda value: pool.submit(_call_in_worker, value)
     finally:
@@ -78,13 +78,13 @@ def _can_fork() -> bool:
     """Return whether a process that is forked now can compute gradients: autograd refuses if its threads are lost."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         try:
-            pool.submit(_differentiate).result()
+            pool.submit(_check_threads).result()
         except RuntimeError:
             return False
     return True
 
 
-def _differentiate() -> None:
+def _check_threads() -> None:
     with torch.enable_grad():  # not torch.func, whose first use imports for seconds
         torch.zeros((), device="cpu", requires_grad=True).sin().backward()
 
@@ -92,7 +92,7 @@ def _differentiate() -> None:
 _functions: list[Callable[[Any], Any]] = []  # in a forked process: the functions that it inherited
 
 
-def _inherit(run: Callable[[Any], Any]) -> None:
+def _inherit_function(run: Callable[[Any], Any]) -> None:
     _functions.append(run)
 
 

@@ -45,13 +45,20 @@ class PlanCache:
 
     def _path(self, request: Configuration | TableRow) -> pathlib.Path:
         item = request.record() if isinstance(request, TableRow) else asdict(request)
-        parts = [self.key, asdict(self.machine), item, _source(), torch.version.__version__, platform.python_version()]
+        parts = [
+            self.key,
+            asdict(self.machine),
+            item,
+            _hash_source(),
+            torch.version.__version__,
+            platform.python_version(),
+        ]
         name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return cache_folder() / "rows" / f"{name}.json"
 
 
 @functools.cache
-def _source() -> str:
+def _hash_source() -> str:
     """Return a hash of fzero's code. The version alone would not change while the code is edited."""
     folder = pathlib.Path(fzero.tree.__file__).parent
     digest = hashlib.sha256()

@@ -164,7 +164,7 @@ def test_a_reduced_gradient_with_another_reader_is_not_carried(change):
     (node,) = [n for n in graph.nodes if loop_of(n)]
     loop: Any = loop_of(node)
     *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
-    (chain,) = _carry._chains(start, loop.body, loop)
+    (chain,) = _carry._list_chains(start, loop.body, loop)
     assert [loop.carried_count for loop in loops(_carry.carry(graph, 1))] == [1]
     if (row := change(loop.body, chain)) is not None:
         output = next(n for n in loop.body.nodes if n.op == "output")
@@ -205,7 +205,7 @@ def test_no_reduction_is_carried_without_reductions_in_flight():
 def test_schedules_that_carry_nothing_are_no_candidates():
     result = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
     assert not any("across_iterations" in r.settings for r in result.rejected)
-    assert _candidates._carries(scheduled(entry(2).traced.graph, 1))
+    assert _candidates._carries_reductions(scheduled(entry(2).traced.graph, 1))
 
 
 def test_reductions_are_tried_in_flight_also_where_all_are_within_a_loop():

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 import fzero
 from fzero import _torch, optim
 from fzero._torch import compiler
-from fzero.graph._polynomials import Polynomial, _fit
+from fzero.graph._polynomials import Polynomial, _fit_polynomial
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run import _lengths, _segment_compiler, _template
 from fzero.graph.run._lengths import Lengths, for_all_lengths
@@ -43,20 +43,20 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths=st.lists(st.integers(2, 500), min_size=3, max_size=3, unique=True),
 )
 def test_three_lengths_determine_a_polynomial_and_two_a_line(p, lengths):
-    result = _fit(lengths, [p.at(n) for n in lengths])
+    result = _fit_polynomial(lengths, [p.at(n) for n in lengths])
     assert result is not None and [result.at(n) for n in lengths] == [p.at(n) for n in lengths]
     line = p._replace(square=0)
-    result = _fit(lengths[:2], [line.at(n) for n in lengths[:2]])
+    result = _fit_polynomial(lengths[:2], [line.at(n) for n in lengths[:2]])
     assert result is not None and [result.at(n) for n in lengths[:2]] == [line.at(n) for n in lengths[:2]]
 
 
 def test_multiples_and_squares_of_the_length_are_preferred_to_lines():
-    assert _fit([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
-    assert _fit([64, 72], [256, 288]) == Polynomial(0, 4)
-    assert _fit([64, 72], [63, 71]) == Polynomial(-1, 1)
-    assert _fit([64, 72], [5, 5]) == Polynomial(5)
-    assert _fit([64, 72], [10, 11]) is None  # rounded up to another multiple
-    assert _fit([64, 72, 80], [3, 7, 5]) is None
+    assert _fit_polynomial([64, 72], [64 * 64, 72 * 72]) == Polynomial(0, 0, 1)
+    assert _fit_polynomial([64, 72], [256, 288]) == Polynomial(0, 4)
+    assert _fit_polynomial([64, 72], [63, 71]) == Polynomial(-1, 1)
+    assert _fit_polynomial([64, 72], [5, 5]) == Polynomial(5)
+    assert _fit_polynomial([64, 72], [10, 11]) is None  # rounded up to another multiple
+    assert _fit_polynomial([64, 72, 80], [3, 7, 5]) is None
 
 
 def shapes(*sizes: Sequence[int]) -> Any:

@@ -97,7 +97,7 @@ def without_threads() -> None:
 
 def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, caplog):
     """After a backward pass on a build of torch for GPUs, autograd's threads are lost in the fork."""
-    monkeypatch.setattr(_plan_workers, "_differentiate", without_threads)
+    monkeypatch.setattr(_plan_workers, "_check_threads", without_threads)
     with _plan_workers.open_pool(3, lambda value: (value, os.getpid())) as start:
         assert [start(i).result() for i in range(4)] == [(i, os.getpid()) for i in range(4)]
     assert "workers=3: this process has computed gradients" in caplog.text
@@ -110,11 +110,11 @@ def test_where_a_fork_computes_no_gradients_this_process_plans(monkeypatch, capl
 
 
 def test_a_cached_result_needs_no_process(monkeypatch):
-    monkeypatch.setattr(_plan_workers, "_differentiate", without_threads)  # a process would say so
+    monkeypatch.setattr(_plan_workers, "_check_threads", without_threads)  # a process would say so
     run = {1: "run"}.__getitem__
     with _plan_workers.open_pool(1, run, {2: "known"}.get) as start:
         assert [start(i).result() for i in (2, 1, 2)] == ["known", "run", "known"]
-    monkeypatch.setattr(_plan_workers, "_processes", None)
+    monkeypatch.setattr(_plan_workers, "_process_pool", None)
     with _plan_workers.open_pool(3, run, {2: "known"}.get) as start:
         assert start(2).result() == "known"
 
@@ -123,14 +123,14 @@ def test_a_cached_result_needs_no_process(monkeypatch):
 def test_a_second_table_starts_no_process(monkeypatch, cache):
     make_step = Counted()
     table, _ = tune_and_count(make_step)
-    monkeypatch.setattr(_plan_workers, "_processes", None)
+    monkeypatch.setattr(_plan_workers, "_process_pool", None)
     again, made = tune_and_count(make_step, workers=2)
     assert again == table and not made
 
 
 def test_whether_a_fork_can_differentiate_does_not_depend_on_the_grad_mode():
     with torch.no_grad():
-        _plan_workers._differentiate()
+        _plan_workers._check_threads()
 
 
 def test_an_error_in_a_worker_ends_the_search():
@@ -193,7 +193,7 @@ def test_a_cached_row_is_planned_anew_when_its_inputs_change(what, monkeypatch, 
     elif what == "the configuration":
         asked["precision"] = ("float32",)
     elif what == "the code of fzero":
-        monkeypatch.setattr(_row_cache, "_source", lambda: "changed")
+        monkeypatch.setattr(_row_cache, "_hash_source", lambda: "changed")
     elif what == "torch":
         monkeypatch.setattr("torch.version.__version__", "9.0")
     else:
@@ -226,5 +226,5 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
 
 
 def test_the_code_of_fzero_is_part_of_the_key():
-    assert len(_row_cache._source()) == 64
+    assert len(_row_cache._hash_source()) == 64
     assert _row_cache.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"

@@ -102,21 +102,21 @@ def list_nodes(rules: OrderRules) -> list[Node]:
     state = _ListSchedulerState(_count_missing(rules))
     for n in rules.nodes:
         if is_input(n):
-            _append(rules, state, n)
+            _append_node(rules, state, n)
     for n in rules.work:
         needed = _unmet_needs(rules, state, n)
         # ready nodes wait until the next node that takes memory: cheap work before it may free a gathered unit
         if any(not is_cheap(a) or is_gather(a) for a in needed):
             _run_ready(rules, state)
-        _require(rules, state, needed)
+        _run_nodes(rules, state, needed)
     _run_ready(rules, state)
     while state.pending:
-        _require(rules, state, _unmet_needs(rules, state, state.pending.popleft()))
+        _run_nodes(rules, state, _unmet_needs(rules, state, state.pending.popleft()))
         _run_ready(rules, state)
     # one result at a time: an update of all leaves at once would hold the operands of every leaf
     for n in [*rules.nodes[-1].all_input_nodes, *rules.nodes]:
         for needed in _unmet_needs(rules, state, n):
-            _require(rules, state, _unmet_needs(rules, state, needed))
+            _run_nodes(rules, state, _unmet_needs(rules, state, needed))
             _run_ready(rules, state)
     return state.order
 
@@ -129,10 +129,10 @@ def _count_missing(rules: OrderRules) -> dict[Node, int]:
     return missing
 
 
-def _require(rules: OrderRules, state: _ListSchedulerState, needed: Sequence[Node]) -> None:
+def _run_nodes(rules: OrderRules, state: _ListSchedulerState, needed: Sequence[Node]) -> None:
     """Run nodes in this order, and stack the nodes that become ready, so that the first of them runs first."""
     for n in needed:
-        state.ready = _emit(rules, state, n) + state.ready
+        state.ready = _emit_with_gathers(rules, state, n) + state.ready
 
 
 def _run_ready(rules: OrderRules, state: _ListSchedulerState) -> None:
@@ -148,7 +148,7 @@ def _run_ready(rules: OrderRules, state: _ListSchedulerState) -> None:
             stack += _due_waits(rules, state)
             continue
         for needed in _unmet_needs(rules, state, n):  # the node and the late nodes that it needs
-            stack += _emit(rules, state, needed)
+            stack += _emit_with_gathers(rules, state, needed)
 
 
 def _due_waits(rules: OrderRules, state: _ListSchedulerState) -> list[Node]:
@@ -172,7 +172,7 @@ def _unmet_needs(rules: OrderRules, state: _ListSchedulerState, node: Node) -> l
     return sorted(unmet, key=rules.index.__getitem__)
 
 
-def _emit(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
+def _emit_with_gathers(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """Append the gathers that start ahead of a node to the order, and then the node.
 
     Returns:
@@ -181,11 +181,11 @@ def _emit(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Nod
     released = []
     for gather in rules.ahead.get(node, ()):
         for n in _unmet_needs(rules, state, gather):
-            released += _append(rules, state, n)
-    return released + _append(rules, state, node)
+            released += _append_node(rules, state, n)
+    return released + _append_node(rules, state, node)
 
 
-def _append(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
+def _append_node(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:
     """Append a node to the order, and return the nodes that become ready, as a stack."""
     if node in state.members:
         return []

@@ -84,7 +84,7 @@ def _waiting_nodes(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]
         users = [u for u in n.users if u not in postponed]  # the output has no count, so its operands never wait
         if n.users and all(before.get(u, -1) > before[n] and not is_collective(u) for u in users):
             postponed.add(n)
-    return {n for part in _connected_parts(nodes, postponed) if _grows(part, late) for n in part}
+    return {n for part in _connected_parts(nodes, postponed) if _grows_memory(part, late) for n in part}
 
 
 def _connected_parts(nodes: Sequence[Node], members: set[Node]) -> list[set[Node]]:
@@ -100,7 +100,7 @@ def _connected_parts(nodes: Sequence[Node], members: set[Node]) -> list[set[Node
     return list({id(x): x for x in part.values()}.values())
 
 
-def _grows(part: set[Node], late: set[Node]) -> bool:
+def _grows_memory(part: set[Node], late: set[Node]) -> bool:
     """Return whether a part's outputs are larger than its inputs, without arguments and late nodes."""
     inputs = {a for n in part for a in n.all_input_nodes if a not in part and a not in late and not is_input(a)}
     outputs = {n for n in part if any(u not in part for u in n.users)}
@@ -138,7 +138,7 @@ def work_in_order(work: Sequence[Node]) -> list[Node]:
             leaf = None
             continue
         needed = _is_needed(n, among)
-        if leaf is not None and needed and not is_random(n) and _bases(order[leaf]) & _bases(n):
+        if leaf is not None and needed and not is_random(n) and _base_values(order[leaf]) & _base_values(n):
             order += [n, order.pop(leaf)]
             leaf = None
             continue
@@ -151,7 +151,7 @@ def _is_needed(node: Node, work: set[Node]) -> bool:
     return any(u in work for u in users_through_views(node))
 
 
-def _bases(node: Node) -> set[Node]:
+def _base_values(node: Node) -> set[Node]:
     """Return the values that a node's arguments are or view."""
     bases = set()
     for a in node.all_input_nodes:

@@ -58,7 +58,7 @@ def _move_host_last(graph: Graph) -> Graph:
     for n in reversed(graph.nodes):  # a node that only late nodes need, such as a cast of a parameter, is late too
         if n in from_inputs and n.target is not TO_HOST and n.users and all(u in late for u in n.users):
             late.add(n)
-    return copy_nodes(sorted(graph.nodes, key=lambda n: _place(n, late)))
+    return copy_nodes(sorted(graph.nodes, key=lambda n: _sort_class(n, late)))
 
 
 def _computes(node: Node) -> bool:
@@ -73,7 +73,7 @@ def _is_moved(source: object) -> bool:
     return isinstance(source, Node) and source.target is TO_HOST
 
 
-def _place(node: Node, late: set[Node]) -> int:
+def _sort_class(node: Node, late: set[Node]) -> int:
     return 2 if node.op == "output" else int(node in late)
 
 
