@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ratio 0.1": {"ratio": 0.1},
     "ratio 0.4": {"ratio": 0.4},
     "ratio 1": {"ratio": 1.0},
-    "ratio 1, on the device": {"ratio": 1.0, "update": "device"},
+    "ratio 1, on the device": {"ratio": 1.0, "update_on": "device"},
     "ratio 1, a step late": {"ratio": 1.0, "delay": 1},
     "ratio 1, parameters too": {"ratio": 1.0, "params": True},
 }

@@ -86,7 +86,7 @@ def main() -> None:
     codecs: Any = {key: getattr(fzero.codecs, x)() for key, x in zip(("gather", "reduce"), args.codecs, strict=False)}
     policy = fzero.Precision(getattr(torch, args.precision), full=lambda path, leaf: "norm" in path, **codecs)
     opt = optim.master_weights(optim.adamw(rate, b2=0.99, weight_decay=0.1, moments=args.moments), policy)
-    opt = optim.offload(opt, args.offload, update="device" if args.moments else "host")
+    opt = optim.offload(opt, args.offload, update_on="device" if args.moments else "host")
     opt = optim.dynamic_loss_scale(optim.chain(optim.clip_by_global_norm(1.0), opt))
     way = args.remat, fzero.nn.float8_linear if args.matmul_precision == "float8" else F.linear
 

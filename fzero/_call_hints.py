@@ -31,6 +31,7 @@ _WORDS = {
     "process_group": ("axis",),
     "scatter_dimension": ("dim",),
     "split_axis": ("split_dim",),
+    "update": ("update_on",),
     "src": ("source",),
     "dst": ("to",),
     "param_dtype": ("param",),

@@ -76,7 +76,7 @@ def optimizer(way: Way) -> optim.Optimizer:
     """Make a way's optimizer. Its eps is large, so that gradients of nearly 0 do not turn noise into updates."""
     adamw = optim.adamw(1e-2, eps=1e-4)
     pair = optim.master_weights(adamw, HALF) if way.dtype is torch.bfloat16 else adamw
-    pair = optim.offload(pair, 0.5, update=way.update) if way.update else pair
+    pair = optim.offload(pair, 0.5, update_on=way.update) if way.update else pair
     return optim.chain(optim.clip_by_global_norm(1.0), pair)
 
 

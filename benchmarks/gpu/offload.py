@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ratio 1": {"ratio": 1.0},
     "ratio 0.2": {"ratio": 0.2},
     "ratio 0.5": {"ratio": 0.5},
-    "ratio 1, updated on the device": {"ratio": 1.0, "update": "device"},
+    "ratio 1, updated on the device": {"ratio": 1.0, "update_on": "device"},
     "ratio 1, a step late": {"ratio": 1.0, "delay": 1},
     "ratio 0.8": {"ratio": 0.8},
     "ratio 1, parameters too": {"ratio": 1.0, "params": True},

@@ -149,6 +149,8 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
 def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> torch.Tensor:
     """Draw 64 random bits per element: an int64 tensor of this shape, by default on the key's device."""
     check_key(key)
+    if isinstance(shape, int):
+        raise TypeError(f"shape={shape}: expected a sequence of sizes, such as ({shape},)")
     key = key if device is None else key.to(device)
     return bits_at(key, torch.arange(math.prod(shape), device=key.device).view(tuple(shape)))
 

@@ -62,7 +62,7 @@ def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
     if not all(isinstance(x, torch.Tensor) for x in box.pieces):
         raise ValueError(
             f"unit {traced_spec(box.spec_id).unit!r} of a state holds {type(box.pieces[0]).__name__}s and no tensors, "
-            'as optim.leafwise makes it: it can neither be gathered nor offloaded with update="device"'
+            'as optim.leafwise makes it: it can neither be gathered nor offloaded with update_on="device"'
         )
     if "host" not in spaces(box):
         return box

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_pipeline_loads_into_any_other_pipeline(tmp_path_facto
     opt = optim.master_weights(OPT, policy) if name in ("masters", "none") else OPT
     params = params_in(depth, tied)
     dense = dense_state(params, opt)
-    opt = optim.offload(opt, 0.4, update="device") if name == "offload" else opt  # shards in two pieces
+    opt = optim.offload(opt, 0.4, update_on="device") if name == "offload" else opt  # shards in two pieces
     fzero.save(folder / "dense", dense)
 
     for n, (placed, before) in enumerate(((source, "dense"), (target, "0"))):

@@ -300,7 +300,7 @@ def split_layers(ranks: int, sequence: bool = False) -> Task:
 
 def offloaded(ranks: int, update: str) -> Task:
     """The perceptron with half of AdamW's state on the host, updated there or on the device."""
-    half = optim.offload(optim.adamw(3e-4), 0.5, update=update)
+    half = optim.offload(optim.adamw(3e-4), 0.5, update_on=update)
     return perceptron(ranks, optim.chain(optim.clip_by_global_norm(1.0), half))
 
 

@@ -150,11 +150,11 @@ MUTANTS = [
         Fault("a state of another ratio is not refused", "offload.offload_update", skipped("A.B(C)"), OFFLOAD_RATIO),
         Fault(
             "an optimizer that reads full leaves may update on the host",
-            "offload",
-            never("update == 'host' and A"),
+            "_check_optimizer",
+            never("update_on == 'host' and A"),
             OFFLOAD,
         ),
-        Fault("a loss scale may be inside offload", "offload", never("A.skips_overflow"), OFFLOAD),
+        Fault("a loss scale may be inside offload", "_check_optimizer", never("A.skips_overflow"), OFFLOAD),
         Fault("a delayed update uses the new gradients", "_update_delayed", bare("B.C(A, D.E)")),
         Fault(
             "a delayed update never stores the new gradients",

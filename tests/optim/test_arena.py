@@ -16,7 +16,7 @@ from tests.optim.offloading import train_step_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "host": {},
-    "device": {"update": "device"},
+    "device": {"update_on": "device"},
     "a step late": {"delay": 1},
     "parameters, too": {"params": True},
 }

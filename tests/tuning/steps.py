@@ -39,6 +39,6 @@ def maker(layers: int = 3, width: int = 128, stage: int = 2, clip: bool = False,
 
 @functools.cache
 def planned(
-    ratio: float, stage: int = 2, clip: bool = False, update: str = "host", world_size: int = 2
+    ratio: float, stage: int = 2, clip: bool = False, update_on: str = "host", world_size: int = 2
 ) -> fzero.graph.Plan:
-    return fzero.plan(*maker(stage=stage, clip=clip, update=update)(ratio), world_size=world_size)
+    return fzero.plan(*maker(stage=stage, clip=clip, update_on=update_on)(ratio), world_size=world_size)

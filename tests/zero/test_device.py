@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "adafactor": optim.adafactor(0.1),
     "muon": optim.muon(0.1, fallback=optim.adam(1e-2)),
     "offload": optim.offload(optim.adamw(1e-2), 0.5),
-    "all on the host": optim.offload(optim.adamw(1e-2), 1.0, update="device"),
+    "all on the host": optim.offload(optim.adamw(1e-2), 1.0, update_on="device"),
 }
 
 

@@ -47,7 +47,7 @@ class DelayedState(NamedTuple):
 
 @api_boundary
 def offload(
-    opt: OptimizerLike, ratio: Ratio = 1.0, update: str = "host", delay: int = 0, params: bool = False
+    opt: OptimizerLike, ratio: Ratio = 1.0, update_on: str = "host", delay: int = 0, params: bool = False
 ) -> Optimizer:
     """Keep a ratio of an optimizer's state in host memory; the numbers equal those of `opt` bit for bit.
 
@@ -60,9 +60,9 @@ def offload(
         opt: an (init, update) pair. Clip before it, on the device: `chain(clip_by_global_norm(1.0), offload(...))`.
         ratio: the share of the state's elements that lies on the host, from 0 to 1; or a rule `(path) -> share` that
             is called for each leaf. The host holds the end of each rank's shard of a unit.
-        update: the space in which the host's share is updated. "host" sends gradients to the host and results back; it
-            needs an optimizer that treats each element by itself. "device" copies the state to the device and back, one
-            unit at a time; it works with any optimizer.
+        update_on: the space in which the host's share is updated. "host" sends gradients to the host and results back;
+            it needs an optimizer that treats each element by itself. "device" copies the state to the device and back,
+            one unit at a time; it works with any optimizer.
         delay: 1 to update units with a host piece by the gradients of the previous step, as ZeRO-Offload's delayed
             parameter update does. The host then computes during the whole step. This is another algorithm: the numbers
             are those of `opt` with these units' gradients one step late, and zeros at the first step.
@@ -76,10 +76,10 @@ def offload(
 
     Raises:
         TypeError: if `ratio` is neither a number nor a rule.
-        ValueError: if `ratio` is not from 0 to 1, or `update` is not "host" or "device". If `delay` is neither 0 nor
-            1, or is 1 with `update="device"`. If `update="host"` and `opt` reads more than one element of a leaf. If
-            `opt` is a loss scale, which goes around `offload`, or its precision has `shard=`. In
-            `step.init`, if `params` is true below stage 3. On use, if the state was split at another ratio, or made for
+        ValueError: if `ratio` is not from 0 to 1, or `update_on` is not "host" or "device". If `delay` is neither 0 nor
+            1, or is 1 with `update_on="device"`. If `update_on="host"` and `opt` reads more than one element of a leaf.
+            If `opt` is a loss scale, which goes around `offload`, or its precision has `shard=`. In `step.init`,
+            if `params` is true below stage 3. On use, if the state was split at another ratio, or made for
             gradients of another dtype.
 
     Example:
@@ -96,23 +96,11 @@ def offload(
     """
     optimizer = as_optimizer(opt)
     check_ratio(ratio)
-    check_choice("update", update, _UPDATE_SPACES)
-    if optimizer.skips_overflow:
-        raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
-    policy = optimizer.precision
-    if ratio and policy is not None and policy.has_master_shards:
-        raise ValueError(
-            f"offload: Precision(shard={policy.shard}) keeps the master weights among the parameters, on "
-            "the device: leave shard= out, and the host holds its share of the masters"
-        )
-    if update == "host" and optimizer.elementwise is False:
-        raise ValueError(
-            f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "
-            'clipping before offload, in a chain, or update on the device, offload(opt, ratio, update="device")'
-        )
-    if delay not in (0, 1) or (delay and update == "device"):
-        raise ValueError(f'offload: delay={delay!r}: expected 0, or 1 with update="host"')
-    run = _update_on_host if update == "host" else _update_on_device
+    check_choice("update_on", update_on, _UPDATE_SPACES)
+    _check_optimizer(optimizer, ratio, update_on)
+    if delay not in (0, 1) or (delay and update_on == "device"):
+        raise ValueError(f'offload: delay={delay!r}: expected 0, or 1 with update_on="host"')
+    run = _update_on_host if update_on == "host" else _update_on_device
     if delay:
         run = _update_delayed
 
@@ -135,6 +123,28 @@ def offload(
         offloads_state=True,
         param_offload_ratio=ratio if params else 0,
     )
+
+
+def _check_optimizer(optimizer: Optimizer, ratio: Ratio, update_on: str) -> None:
+    """Check that an optimizer can be offloaded at a ratio.
+
+    Raises:
+        ValueError: if it is a loss scale, if it keeps its master weights among the parameters, or if it reads full
+            leaves and is updated on the host.
+    """
+    if optimizer.skips_overflow:
+        raise ValueError("offload: put the loss scale around offload: it decides on the device whether a step counts")
+    policy = optimizer.precision
+    if ratio and policy is not None and policy.has_master_shards:
+        raise ValueError(
+            f"offload: Precision(shard={policy.shard}) keeps the master weights among the parameters, on "
+            "the device: leave shard= out, and the host holds its share of the masters"
+        )
+    if update_on == "host" and optimizer.elementwise is False:
+        raise ValueError(
+            f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "
+            'clipping before offload, in a chain, or update on the device, offload(opt, ratio, update_on="device")'
+        )
 
 
 def _update_on_host(

@@ -84,7 +84,7 @@ def check_on_device(box: Shard, what: str) -> None:
     if "host" in [piece.space for piece in traced_spec(box.spec_id).pieces]:
         raise ValueError(
             f"{what} was given {box!r}, of which a part lies on the host: in a chain, put transformations that read "
-            'whole leaves before optim.offload, or use optim.offload(opt, ratio, update="device")'
+            'whole leaves before optim.offload, or use optim.offload(opt, ratio, update_on="device")'
         )
 
 

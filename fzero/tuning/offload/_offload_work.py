@@ -158,7 +158,7 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     Raises:
         TypeError: if `make_step` is no such function.
         ValueError: if the step offloads nothing at ratio 1, or updates on the device. The costs of `update="device"`
-            follow from a plan with `update="host"`, but not the other way round.
+            follow from a plan with `update_on="host"`, but not the other way round.
 
     Example:
         >>> import fzero, torch
@@ -186,7 +186,9 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
             "argument to optim.offload, around an optimizer that has a state?"
         )
     if not _computes_on_host(all_):
-        raise ValueError('make_step: its step updates on the device: use update="host", from which both costs follow')
+        raise ValueError(
+            'make_step: its step updates on the device: use update_on="host", from which both costs follow'
+        )
     largest = max([t.bytes for t in all_.transfers if t.kind == "to_device"])
     return OffloadWork(
         all_.name,

@@ -23,7 +23,7 @@ ROWS = {
 }
 OPTIONS: dict[str, Any] = {
     "host": {},
-    "device": {"update": "device"},
+    "device": {"update_on": "device"},
     "a step late": {"delay": 1},
     "parameters, too": {"params": True},
 }

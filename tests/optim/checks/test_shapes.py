@@ -20,7 +20,7 @@ WRAPPED = {
     "loss scale": optim.dynamic_loss_scale(optim.adam(0.1)),
     "offload to the host": optim.offload(optim.adam(0.1), ratio=0.5),
     "offload, delayed": optim.offload(optim.adam(0.1), ratio=0.5, delay=1),
-    "offload, updated on the device": optim.offload(optim.adam(0.1), ratio=0.5, update="device"),
+    "offload, updated on the device": optim.offload(optim.adam(0.1), ratio=0.5, update_on="device"),
     "somebody's": optim.Optimizer(lambda params: (), lambda grads, state, params=None: (grads, state)),
     "a copy": dataclasses.replace(optim.sgd(0.1)),
 }

@@ -91,7 +91,7 @@ def test_an_offload_with_delay_refuses_a_loss_scale_and_other_wrong_uses():
     with pytest.raises(ValueError, match="offload: delay=2: expected 0, or 1 with"):
         optim.offload(optim.sgd(0.1), delay=2)
     with pytest.raises(ValueError, match="offload: delay=1: expected 0, or 1 with"):
-        optim.offload(optim.sgd(0.1), update="device", delay=1)
+        optim.offload(optim.sgd(0.1), update_on="device", delay=1)
     params = {"a": normal((64,)), "b": normal((64,), 1)}
     half, whole = (optim.offload(optim.sgd(0.1), ratio, delay=1) for ratio in (0.5, 1.0))
     with pytest.raises(

@@ -269,13 +269,13 @@ def test_masters_and_moments_lie_together_and_parameters_stay():
 
 @pytest.mark.parametrize("update", ["cpu", "Host", None, 1])
 def test_an_unknown_update_is_refused(update):
-    with pytest.raises(ValueError, match=r'update=.*: expected "host" or "device"'):
+    with pytest.raises(ValueError, match=r'update_on=.*: expected "host" or "device"'):
         optim.offload(optim.adam(0.1), 0.5, update)
 
 
 @pytest.mark.parametrize("name", ON_DEVICE_ONLY)
 def test_a_host_update_of_an_optimizer_that_reads_leaves_is_refused_with_a_remedy(name):
-    with pytest.raises(ValueError, match=r'before offload, in a chain, or .*update="device"'):
+    with pytest.raises(ValueError, match=r'before offload, in a chain, or .*update_on="device"'):
         ON_DEVICE_ONLY[name].make(offloading(0.5), small_params())
 
 
@@ -308,7 +308,7 @@ def test_a_norm_of_offloaded_pieces_is_refused_with_a_remedy():
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_state_of_trees_can_only_be_updated_on_the_host(stage):
-    with pytest.raises(ValueError, match=r"as optim\.leafwise makes it.*update=\"device\""):
+    with pytest.raises(ValueError, match=r"as optim\.leafwise makes it.*update_on=\"device\""):
         train(Way(stage), POINTWISE["leafwise"], small_params(), offloading(0.5, "device"))
 
 

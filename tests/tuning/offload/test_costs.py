@@ -263,9 +263,9 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         r"make_step: its plan at ratio 1 holds no more state on the host than .* ratio 0: does it pass .* has a state",
     ),
     "updates on the device": (
-        lambda: tuning.planned_work(lambda r: planned(r, update="device")),
+        lambda: tuning.planned_work(lambda r: planned(r, update_on="device")),
         ValueError,
-        r'make_step: its step updates on the device: use update="host", from which both costs follow',
+        r'make_step: its step updates on the device: use update_on="host", from which both costs follow',
     ),
 }
 
