@@ -171,6 +171,7 @@ class _Heartbeat:
         self.verdict: LostRank | None = None
         self.verdict_at = 0.0
         self.raised = False
+        self.is_heard = config.rank == 0  # or it is settled that rank 0's does not hear it
         self.places, self.stragglers = "", Stragglers()
         self.ends, self.asked = LinkEnds(config.limit), list[Link]()
         if config.rank == 0:
@@ -180,36 +181,48 @@ class _Heartbeat:
     def run(self) -> None:
         """Beat until the rank has ended."""
         ready = [self.socket, 0]
-        next_beat, ended_at, last_beats, known = 0.0, None, 0, self.config.rank == 0
+        next_beat, ended_at, last_beats = 0.0, None, 0
         while not self.over:
             wait = max(min(next_beat - time.monotonic(), self.period), 0.0)
-            for source in select.select(ready, [], [], wait)[0]:
-                if source == 0:
-                    next_beat = 0.0
-                    if not self.read_lines():
-                        ready.remove(0)
-                else:
-                    self.receive()
+            if self.take_in(ready, wait):
+                next_beat = 0.0
             now = self.clock.tick(time.monotonic())
             if time.monotonic() >= next_beat:
                 self.beat(now)
                 last_beats += bool(self.process.end)
-                ending = self.process.end or self.process.broken or self.verdict
-                urgent = ending or not known or self.process.links.probes()
-                next_beat = time.monotonic() + (min(_URGENT_SECONDS, self.period) if urgent else self.period)
+                next_beat = time.monotonic() + self.pause()
             self.send_verdict(now)
             self.end_rank(now)
-            if not known and (self.member.echoed is not None or now > self.config.limit):
-                known = True
-                if self.member.echoed is not None:
-                    _send_to_rank(known=True)
-                else:
-                    _send_to_rank(
-                        notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}"
-                    )
+            self.report_if_heard(now)
             if self.process.end:
                 ended_at = now if ended_at is None else ended_at
                 self.over = last_beats > _LINGER_BEATS or self.is_known(ended_at)
+
+    def take_in(self, ready: list[Any], wait: float) -> bool:
+        """Wait for datagrams and for lines of the rank, and take them in. Return whether the rank said anything."""
+        sources = select.select(ready, [], [], wait)[0]
+        for source in sources:
+            if source != 0:
+                self.receive()
+            elif not self.read_lines():
+                ready.remove(0)
+        return 0 in sources
+
+    def pause(self) -> float:
+        """Return the seconds until the next beat: few while there is something to say."""
+        ending = self.process.end or self.process.broken or self.verdict
+        is_urgent = ending or not self.is_heard or self.process.links.probes()
+        return min(_URGENT_SECONDS, self.period) if is_urgent else self.period
+
+    def report_if_heard(self, now: float) -> None:
+        """Report to the rank, once, whether rank 0's heartbeat hears this one."""
+        if self.is_heard or (self.member.echoed is None and now <= self.config.limit):
+            return
+        self.is_heard = True
+        if self.member.echoed is not None:
+            _send_to_rank(known=True)
+        else:
+            _send_to_rank(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
 
     def is_known(self, ended_at: float) -> bool:
         """Return whether all who have to know that this rank has ended know it."""

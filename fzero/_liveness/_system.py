@@ -84,7 +84,7 @@ class ProcessMonitor:
         except (OSError, ValueError, IndexError):
             return _Usage("D", 0.0, False)
         processes, is_whole = _descendants(self._pid)
-        states, files = set[str](), set[int]()
+        states, inodes = set[str](), set[int]()
         for pid in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
                 self._add_seconds(("processor", pid), _read_process_state(f"/proc/{pid}/stat")[1])
@@ -92,13 +92,13 @@ class ProcessMonitor:
                 states |= {
                     _read_process_state(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")
                 }
-                files |= set(_socket_inodes(pid))
+                inodes |= set(_socket_inodes(pid))
         try:
-            sockets = {file: tcp for file, tcp in _tcp_sockets().items() if file in files}
+            sockets = {inode: tcp for inode, tcp in _tcp_sockets().items() if inode in inodes}
         except (OSError, ValueError, struct.error):
             sockets, is_whole = {}, False
-        for file, tcp in sockets.items():
-            self._add_seconds(("network", file), tcp.size / _NETWORK_BYTES_PER_SECOND)
+        for inode, tcp in sockets.items():
+            self._add_seconds(("network", inode), tcp.size / _NETWORK_BYTES_PER_SECOND)
         silent = self._silent_links(sockets, now)
         if "D" in states or any(seconds <= self._patience for seconds in silent.values()):
             self._seconds += since
@@ -106,23 +106,23 @@ class ProcessMonitor:
 
     def links(self) -> set[Link]:
         """Return the connections of the processes, as far as the system tells them."""
-        files = set[int]()
+        inodes = set[int]()
         for pid in _descendants(self._pid)[0]:
             with contextlib.suppress(OSError):
-                files |= set(_socket_inodes(pid))
+                inodes |= set(_socket_inodes(pid))
         try:
-            return {tcp.link for file, tcp in _tcp_sockets().items() if file in files}
+            return {tcp.link for inode, tcp in _tcp_sockets().items() if inode in inodes}
         except (OSError, ValueError, struct.error):
             return set()
 
     def _silent_links(self, sockets: Mapping[int, _TcpConnection], now: float) -> dict[Link, float]:
         """Return the connections with data under way, and for how long nobody has acknowledged any of it."""
         before, self._acknowledged = self._acknowledged, {}
-        for file, tcp in sockets.items():
+        for inode, tcp in sockets.items():
             if tcp.is_sending:
-                size, since = before.get(file, (-1, now))
-                self._acknowledged[file] = (tcp.acknowledged, since if size == tcp.acknowledged else now)
-        return {sockets[file].link: now - since for file, (_, since) in self._acknowledged.items()}
+                size, since = before.get(inode, (-1, now))
+                self._acknowledged[inode] = (tcp.acknowledged, since if size == tcp.acknowledged else now)
+        return {sockets[inode].link: now - since for inode, (_, since) in self._acknowledged.items()}
 
     def _add_seconds(self, name: object, value: float) -> None:
         self._seconds += max(value - self._counters.get(name, 0.0), 0.0)
@@ -160,16 +160,16 @@ def _descendants(pid: int) -> tuple[list[int], bool]:
 
 
 def _socket_inodes(pid: int) -> Iterator[int]:
-    """Yield the numbers of a process's sockets."""
-    for file in os.listdir(f"/proc/{pid}/fd"):
+    """Yield the inodes of a process's sockets."""
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/{pid}/fd/{file}")
+            name = os.readlink(f"/proc/{pid}/fd/{descriptor}")
             if name.startswith("socket:["):
                 yield int(name[8:-1])
 
 
 def _tcp_sockets() -> dict[int, _TcpConnection]:
-    """Return all TCP connections of this machine, or of its network namespace, by the number of their socket.
+    """Return all TCP connections of this machine, or of its network namespace, by the inode of their socket.
 
     Raises:
         OSError: if the system does not tell them.
@@ -181,8 +181,8 @@ def _tcp_sockets() -> dict[int, _TcpConnection]:
             options = family, socket.IPPROTO_TCP, 1 << (_DIAG_INFO - 1), 0, _CONNECTED_STATES
             s.send(_REQUEST.pack(_REQUEST.size, _DIAG_BY_FAMILY, _NETLINK_DUMP, 1, 0, *options))
             for message in _netlink_messages(s):
-                file, tcp = _read_connection(message)
-                sockets[file] = tcp
+                inode, tcp = _read_connection(message)
+                sockets[inode] = tcp
     return sockets
 
 
@@ -202,7 +202,7 @@ def _netlink_messages(s: socket.socket) -> Iterator[bytes]:
 
 def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
     """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
-    timer, unsent, file = message[2], *struct.unpack_from("=I4xI", message, 60)
+    timer, unsent, inode = message[2], *struct.unpack_from("=I4xI", message, 60)
     acknowledged, received, rest = 0, 0, message[72:]
     while len(rest) >= 4:
         length, kind = struct.unpack_from("=HH", rest)
@@ -211,7 +211,7 @@ def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
         rest = rest[(max(length, 4) + 3) & ~3 :]
     ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
     link = Link(_format_address(message[0], one), ports[0], _format_address(message[0], other), ports[1])
-    return file, _TcpConnection(unsent > 0 and timer != _PROBE_TIMER, acknowledged + received, acknowledged, link)
+    return inode, _TcpConnection(unsent > 0 and timer != _PROBE_TIMER, acknowledged + received, acknowledged, link)
 
 
 def _format_address(family: int, data: bytes) -> str:

@@ -67,9 +67,22 @@ def store_patience(timeout: float) -> float:
 
 def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     """Answer every hello until all ranks have arrived or the time is over; then publish the outcome."""
-    world, start = f"fzero/{secrets.token_hex(8)}", time.monotonic()
+    world = f"fzero/{secrets.token_hex(8)}"
+    absent = _await_ranks(store, world, size, timeout, patience)
+    store.set(f"{world}/absent", str(absent[0]) if absent else "")
+    if absent:
+        present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
+        with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
+            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
+        raise MissingRankError(_absent_message(absent[0]))
+    return world
+
+
+def _await_ranks(store: Any, world: str, size: int, timeout: float, patience: float) -> list[int]:
+    """Answer every hello until all ranks have arrived or the time is over, and return the absent ranks."""
+    start = time.monotonic()
     answered: dict[int, bytes] = {}
-    absent, now, came_at, sign_at, is_told = list(range(1, size)), start, start, start, False
+    absent, now, came_at, sign_at, has_warned = list(range(1, size)), start, start, start, False
     while absent:
         if now >= sign_at:  # before the first answer: who waits for this rank knows that it lives
             store.set(f"{world}/alive", str(now))
@@ -80,18 +93,16 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
         absent, came_at = left, came_at if len(left) == len(absent) else now
         if absent and now > min(start + timeout, came_at + patience):
             break
-        if absent and not is_told and now > came_at + patience / _WARNING_DIVISOR:
-            is_told = True
-            names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
-            _log.warning(_NOT_HERE, names, patience / _WARNING_DIVISOR, patience)
+        if absent and not has_warned and now > came_at + patience / _WARNING_DIVISOR:
+            has_warned = True
+            _warn_of_absent(absent, patience)
         time.sleep(_POLL_SECONDS if absent else 0)
-    store.set(f"{world}/absent", str(absent[0]) if absent else "")
-    if absent:
-        present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
-        with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
-            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
-        raise MissingRankError(_absent_message(absent[0]))
-    return world
+    return absent
+
+
+def _warn_of_absent(absent: list[int], patience: float) -> None:
+    names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
+    _log.warning(_NOT_HERE, names, patience / _WARNING_DIVISOR, patience)
 
 
 def _answer_hello(store: Any, rank: int, world: str, answered: dict[int, bytes]) -> None:

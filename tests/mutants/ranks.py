@@ -37,15 +37,15 @@ MUTANTS = [
         Fault("only the first hello is answered", "_answer_hello", becomes("A.get(B) != C", "B not in A")),
         Fault(
             "the arrivals of an earlier world count",
-            "_as_rank_0",
+            "_await_ranks",
             (
                 becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'"),
                 in_symbol("_as_other_rank", becomes("f'{A}/arrived/{B}'", "f'fzero/arrived/{B}'")),
             ),
         ),
-        Fault("the log does not say who has not come", "_as_rank_0", never("absent and not is_told and A")),
+        Fault("the log does not say who has not come", "_await_ranks", never("absent and not has_warned and A")),
         Fault("another rank gives up before rank 0 does", "_await_outcome", always("newest == sign and A")),
-        Fault("a late rank is not waited for", "_as_rank_0", becomes("came_at if A else now", "came_at")),
+        Fault("a late rank is not waited for", "_await_ranks", becomes("came_at if A else now", "came_at")),
         Fault(
             "a rank that never comes is waited for",
             "store_patience",

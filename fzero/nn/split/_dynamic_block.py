@@ -6,6 +6,7 @@ them run, and each rank selects the output of its own.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,10 @@ from fzero import tree
 from fzero._torch import tensor_on
 from fzero.random import call_with_key, key
 
-__all__ = ["DynamicIndex", "run_dynamic_block"]
+__all__ = ["DynamicBlockCall", "DynamicIndex", "run_dynamic_block"]
 
 _Calls = list[Any]
 _CallCache = dict[Any, _Calls | None]
-_Run = Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Tensor]
 
 
 class _CallRecorder(TorchFunctionMode):
@@ -102,35 +102,41 @@ def _select_at(values: Sequence[torch.Tensor], position: torch.Tensor) -> torch.
     return torch.stack(list(values)).index_select(0, position.reshape(1)).squeeze(0)
 
 
-def run_dynamic_block(
-    run: _Run,
-    cache: _CallCache,
-    params: Any,
-    constants: Sequence[Any],
-    x: torch.Tensor,
-    arguments: Sequence[Any],
-    index: DynamicIndex,
-) -> torch.Tensor:
-    """Run the block with number `index`.
+class DynamicBlockCall(NamedTuple):
+    """A call of one of several blocks.
 
-    Args:
+    Attributes:
         run: `(number of a block, params, constants, x, arguments) -> x`.
-        cache: the calls of blocks that earlier runs recorded. New ones are added.
         params: the parameters of this rank's block.
         constants: the constants of each block.
         x: the output of the previous block.
         arguments: the other arguments of each block.
+    """
+
+    run: Callable[[int, Any, dict[str, torch.Tensor], torch.Tensor, Any], torch.Tensor]
+    params: Any
+    constants: Sequence[Any]
+    x: torch.Tensor
+    arguments: Sequence[Any]
+
+
+def run_dynamic_block(call: DynamicBlockCall, cache: _CallCache, index: DynamicIndex) -> torch.Tensor:
+    """Run the block with number `index`.
+
+    Args:
+        call: the call.
+        cache: the calls of torch functions by blocks that earlier runs recorded. New ones are added.
         index: the number of this rank's block.
     """
-    kinds = _group_by_kind(run, cache, params, constants, x, arguments, index)
+    kinds = _group_by_kind(call, cache, index.indices)
     out: torch.Tensor | None = None
     for members in kinds:
         indices = [i if i in members else members[0] for i in index.indices]
         inputs = (
-            _select_tree([constants[i] for i in indices], index.position),
-            _select_tree([arguments[i] for i in indices], index.position),
+            _select_tree([call.constants[i] for i in indices], index.position),
+            _select_tree([call.arguments[i] for i in indices], index.position),
         )
-        y = run(members[0], params, inputs[0], x, inputs[1])
+        y = call.run(members[0], call.params, inputs[0], call.x, inputs[1])
         if out is None:
             out = y
         else:
@@ -140,21 +146,14 @@ def run_dynamic_block(
     return out
 
 
-def _group_by_kind(
-    run: _Run,
-    cache: _CallCache,
-    params: Any,
-    constants: Sequence[Any],
-    x: torch.Tensor,
-    arguments: Sequence[Any],
-    index: DynamicIndex,
-) -> list[list[int]]:
+def _group_by_kind(call: DynamicBlockCall, cache: _CallCache, indices: Sequence[int]) -> list[list[int]]:
     """Group the possible blocks by kind. Blocks of one kind are the same function of their arguments."""
     kinds: list[tuple[_Calls | None, list[int]]] = []
-    for i in sorted(set(index.indices)):
-        cache_key = (i, _leaves_signature((params, constants[i], x, arguments[i])))
+    for i in sorted(set(indices)):
+        inputs = (call.params, call.constants[i], call.x, call.arguments[i])
+        cache_key = (i, _leaves_signature(inputs))
         if cache_key not in cache:
-            cache[cache_key] = _record_calls(lambda *args, i=i: run(i, *args), params, constants[i], x, arguments[i])
+            cache[cache_key] = _record_calls(partial(call.run, i), *inputs)
         calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
         same = next((members for kind_calls, members in kinds if _are_same_calls(kind_calls, calls)), None)
         if same is None:

@@ -19,7 +19,7 @@ from fzero.nn._apply import Apply
 from fzero.nn._copy import copy_module, shared_tensors
 from fzero.nn._functional import functional
 from fzero.nn._module_checks import check_module
-from fzero.nn.split._dynamic_block import DynamicIndex, run_dynamic_block
+from fzero.nn.split._dynamic_block import DynamicBlockCall, DynamicIndex, run_dynamic_block
 from fzero.nn.split._find_blocks import check_ownership, find_blocks
 from fzero.nn.split._shells import (
     ArgumentRecorder,
@@ -153,15 +153,10 @@ class _SplitModule:
         if isinstance(index, int):
             return self._run_block(index, params, self.block_constants[index], x, arguments[index])
         index = DynamicIndex(tuple(range(len(self.names))), index) if isinstance(index, torch.Tensor) else index
-        return run_dynamic_block(
-            run=self._run_block,
-            cache=self._cache.calls,
-            params=params,
-            constants=self.block_constants,
-            x=x,
-            arguments=arguments,
-            index=index,
+        call = DynamicBlockCall(
+            run=self._run_block, params=params, constants=self.block_constants, x=x, arguments=arguments
         )
+        return run_dynamic_block(call, self._cache.calls, index)
 
     def last(self, rest: NamedTensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, given the output `x` of its last block."""

@@ -183,12 +183,30 @@ def _full_indices(box: Shard) -> torch.Tensor:
         firsts = [torch.zeros((), dtype=torch.int64, device=device) for _ in part]  # the part's place in each dimension
         for split in spec.split:
             firsts[split.dims[i]] = firsts[split.dims[i]] * split.size + axis_index(split.axis, device=device)
-        *outer, last = range(len(part)) if part else [0]
-        for dims in (outer, [*outer[:-1], last]) if outer else (range(len(part)),):  # of rows, of columns
-            index = torch.zeros((), dtype=torch.int64, device=device)
-            for d in dims:
-                places = firsts[d] * part[d] + torch.arange(part[d], device=device)
-                index = index[..., None] * full[d] + places
-            indices.append(start + index.flatten())
+        for dims in _dims_of_sums(len(part)):
+            indices.append(start + _flat_indices(dims, part, full, firsts, device))
             start += math.prod([full[d] for d in dims])
     return torch.cat([*indices, torch.full((1,), start, device=device)])
+
+
+def _dims_of_sums(ndim: int) -> Sequence[Sequence[int]]:
+    """Return the dimensions over which the sums of a leaf range: those of its rows and of its columns."""
+    if ndim < 2:
+        return [range(ndim)]
+    *outer, last = range(ndim)
+    return [outer, [*outer[:-1], last]]
+
+
+def _flat_indices(
+    dims: Sequence[int],
+    part: Sequence[int],
+    full: Sequence[int],
+    firsts: Sequence[torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the flat indices of a part's elements in the full tensor, of these dimensions alone."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for d in dims:
+        places = firsts[d] * part[d] + torch.arange(part[d], device=device)
+        index = index[..., None] * full[d] + places
+    return index.flatten()

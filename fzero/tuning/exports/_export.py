@@ -134,9 +134,9 @@ def expected_bytes(
     return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
-def select(rows: Iterable[tuple[Any, str]]) -> list[str]:
-    """List the lines of a table whose conditions are true, in order; a row is a condition and its line."""
-    return [line for condition, line in rows if condition]
+def select(rows: Iterable[str | tuple[Any, str]]) -> list[str]:
+    """List the lines of a table whose conditions are true, in order; a row is a line, or a condition and its line."""
+    return [row if isinstance(row, str) else row[1] for row in rows if isinstance(row, str) or row[0]]
 
 
 _BITS = {  # settings that no system takes from its file, and its behaviour instead

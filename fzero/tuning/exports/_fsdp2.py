@@ -69,16 +69,16 @@ def _shard_model(run: PlannedRun) -> str:
     every_second, products = c.remat == EVERY_SECOND, c.remat == "matmuls"
     indent, more = " " * (12 if every_second else 8), ", context_fn=contexts" if products else ""
     rows = [
-        (True, "def shard_model(model, blocks):"),
-        (True, '    """Shard a float32 model by its blocks, a list of modules, and return its optimizer."""'),
-        (True, '    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")'),
-        (True, f"    mesh = init_device_mesh(device.type, ({shape}), mesh_dim_names=({labels}))"),
-        (True, "    options = {"),
-        (True, f'        "mesh": {data},'),
-        (True, f'        "reshard_after_forward": {c.stage == 3},'),
-        (True, f'        "mp_policy": {policy},'),
+        "def shard_model(model, blocks):",
+        '    """Shard a float32 model by its blocks, a list of modules, and return its optimizer."""',
+        '    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")',
+        f"    mesh = init_device_mesh(device.type, ({shape}), mesh_dim_names=({labels}))",
+        "    options = {",
+        f'        "mesh": {data},',
+        f'        "reshard_after_forward": {c.stage == 3},',
+        f'        "mp_policy": {policy},',
         (c.offload, '        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),'),
-        (True, "    }"),
+        "    }",
         (c.tp > 1, "    # the linear layers of a block that are split, by their names in your model"),
         (c.tp > 1, '    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}'),
         (every_second, "    for i, block in enumerate(blocks):"),
@@ -87,10 +87,10 @@ def _shard_model(run: PlannedRun) -> str:
         (products, "        contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)"),
         (every_second, "        if i % 2:"),
         (c.remat, f"{indent}block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})"),
-        (True, "        fully_shard(block, **options)"),
-        (True, "    fully_shard(model, **options)"),
-        (True, "    return torch.optim.AdamW(model.parameters(), lr=3e-4)"),
-        (True, ""),
+        "        fully_shard(block, **options)",
+        "    fully_shard(model, **options)",
+        "    return torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        "",
     ]
     return "\n".join(select(rows))
 

@@ -1,7 +1,7 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, make_export, unsupported_settings
+from fzero.tuning.exports._export import Export, PlannedRun, make_export, select, unsupported_settings
 from fzero.tuning.models import ModelShape
 
 __all__ = ["megatron"]
@@ -59,7 +59,7 @@ def _option_flags(shape: ModelShape) -> list[str]:
         (shape.biases == "qkv", "--add-qkv-bias"),
         (shape.head_norm, "--qk-layernorm"),
         (not shape.tied, "--untie-embeddings-and-output-weights"),
-        (True, "--attention-dropout 0 --hidden-dropout 0"),
+        "--attention-dropout 0 --hidden-dropout 0",
         (
             bool(shape.experts[0]),
             f"--num-experts {shape.experts[0]} --moe-router-topk {shape.experts[1]} --moe-grouped-gemm "
@@ -67,7 +67,7 @@ def _option_flags(shape: ModelShape) -> list[str]:
             "--moe-pad-expert-input-to-capacity",
         ),
     ]
-    return [flag for is_given, flag in flags if is_given]
+    return select(flags)
 
 
 def _batch_flags(run: PlannedRun) -> list[str]:

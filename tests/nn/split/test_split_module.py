@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero.nn.split._dynamic_block import _group_by_kind
+from fzero.nn.split._dynamic_block import DynamicBlockCall, _group_by_kind
 from fzero.nn.split._split_module import DynamicIndex, split_module
 from tests.helpers import cases
 from tests.nn.helpers import run
@@ -56,7 +56,9 @@ def kinds(name: str) -> list[list[int]]:
     batch = batch_for(name)
     x, inputs = made.first(params["rest"], batch), made.block_arguments(batch)
     index = DynamicIndex((0, 1, 2, 3), torch.tensor(0))
-    return _group_by_kind(made._run_block, {}, params["blocks"][0], made.block_constants, x, inputs, index)
+    return _group_by_kind(
+        DynamicBlockCall(made._run_block, params["blocks"][0], made.block_constants, x, inputs), {}, index.indices
+    )
 
 
 @pytest.mark.slow
@@ -245,7 +247,8 @@ def test_blocks_of_one_kind_have_their_own_buffers_and_share_constants():
     x, p = torch.randn(3, 3), params["blocks"][0]
     inputs = made.block_arguments(x)
     index = DynamicIndex((2, 0, 1), torch.tensor(0))
-    assert _group_by_kind(made._run_block, {}, p, made.block_constants, x, inputs, index) == [[0, 1, 2]]
+    call = DynamicBlockCall(made._run_block, p, made.block_constants, x, inputs)
+    assert _group_by_kind(call, {}, index.indices) == [[0, 1, 2]]
     for r, i in enumerate(index.indices):
         assert made.block(p, x, inputs, DynamicIndex(index.indices, torch.tensor(r))).equal(made.block(p, x, inputs, i))
 
