@@ -44,26 +44,28 @@ class LinkEnds:
     """
 
     limit: float
-    _asked: dict[Link, tuple[int, float]] = field(default_factory=dict)  # the rank that asks, and when
+    _questions: dict[Link, tuple[int, float]] = field(default_factory=dict)  # the rank that asks, and when
     _owners: dict[Link, int] = field(default_factory=dict)  # the rank at the other end
 
     def hear(self, rank: int, sought: Iterable[Sequence[Any]], owned: Iterable[Sequence[Any]], now: float) -> None:
         """Take in which links a rank asks for, each from its own end, and which asked ones are its own."""
         for link in sought:
-            self._asked[Link(*link)] = (rank, now)
+            self._questions[Link(*link)] = (rank, now)
         for link in owned:
             self._owners[Link(*link).reversed()] = rank
-        self._asked = {k: v for k, v in self._asked.items() if now - v[1] < self.limit * _QUESTION_SHARE}
-        self._owners = {k: v for k, v in self._owners.items() if k in self._asked}
+        self._questions = {k: v for k, v in self._questions.items() if now - v[1] < self.limit * _QUESTION_SHARE}
+        self._owners = {k: v for k, v in self._owners.items() if k in self._questions}
 
     def questions(self, rank: int) -> list[Link]:
         """Return the links that other ranks ask for, from the end that is sought."""
-        asked = [k for k, (asker, _) in self._asked.items() if asker != rank and k not in self._owners]
+        asked = [k for k, (asker, _) in self._questions.items() if asker != rank and k not in self._owners]
         return [k.reversed() for k in asked[:_MAX_LINKS]]
 
     def answers(self, rank: int) -> list[tuple[Link, int]]:
         """Return the links that a rank has asked for, and the rank at the other end of each."""
-        return [(k, self._owners[k]) for k, (asker, _) in self._asked.items() if asker == rank and k in self._owners]
+        return [
+            (k, self._owners[k]) for k, (asker, _) in self._questions.items() if asker == rank and k in self._owners
+        ]
 
 
 @dataclass

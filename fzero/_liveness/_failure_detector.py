@@ -173,7 +173,11 @@ class FailureDetector:
                 activity = self.activities.get(rank, _UNKNOWN)
                 others = {r: self._mark_silent(r, p, now) for r, p in self.activities.items() if r != rank}
                 self.verdict = LostRank(
-                    rank=rank, host=activity.host, reason=reason, seen=str(activity), places=show_activities(others)
+                    rank=rank,
+                    host=activity.host,
+                    reason=reason,
+                    seen=str(activity),
+                    places=show_activities(others),
                 )
                 break
         return self.verdict
@@ -285,7 +289,11 @@ class RankZeroDetector:
         """
         if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit:
             self.verdict = LostRank(
-                rank=0, host=self.address, reason="no heartbeat of it has ever come", seen=str(self.activity), places=""
+                rank=0,
+                host=self.address,
+                reason="no heartbeat of it has ever come",
+                seen=str(self.activity),
+                places="",
             )
         if self.verdict is None and self.echoed is not None:
             silent, limit = now - self.echoed, self.limit / _BROKEN_LIMIT_DIVISOR if broken else self.limit

@@ -43,7 +43,7 @@ def inductor(
     """
     mode = _stand_in_mode()
     args = [stand_ins_like([x], mode=mode)[0] for x in stand_ins]  # one by one: arguments share no buffer
-    return _compile(lambda *xs: _with_strides(_Reshaping(gm).run(*xs), results), args, mode)
+    return _compile(lambda *xs: _with_strides(_ReshapeInterpreter(gm).run(*xs), results), args, mode)
 
 
 def inductor_for_lengths(
@@ -159,7 +159,7 @@ def _is_in_order(x: torch.Tensor) -> bool:
     return strides == sorted(strides, reverse=True)
 
 
-class _Reshaping(torch.fx.Interpreter):
+class _ReshapeInterpreter(torch.fx.Interpreter):
     """Runs a graph with reshapes in place of views, since the viewed tensors may not have the traced strides."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class _Reshaping(torch.fx.Interpreter):
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-class _AtLength(_Reshaping):
+class _AtLength(_ReshapeInterpreter):
     """Runs a graph with the arguments of its nodes at another length than the traced length."""
 
     def __init__(self, gm: torch.fx.GraphModule, arguments: Mapping[str, tuple[Any, Any]]) -> None:

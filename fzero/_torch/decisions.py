@@ -82,13 +82,13 @@ def _make_environment() -> "ShapeEnv":
     """Return an environment that records comparisons up to a limit: `size in range(10_000)` compares 10_000 times."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    class Limited(ShapeEnv):
+    class LimitedShapeEnv(ShapeEnv):
         def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
             if len(self.guards) > _MAX_COMPARISONS:
                 raise FixedSizeError(f"it compares the length more than {_MAX_COMPARISONS} times, at {user_line()}")
             return super().evaluate_expr(*args, **kwargs)
 
-    return Limited(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # no sizes from values
+    return LimitedShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # no sizes from values
 
 
 def _record_operations(

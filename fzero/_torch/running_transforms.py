@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 
-class _Deciding(threading.local):
+class _ThreadFlag(threading.local):
     on = False
 
 
-_DECIDING = _Deciding()
+_DECIDING, _FUSED = _ThreadFlag(), _ThreadFlag()
 
 
 @contextmanager
@@ -41,13 +41,6 @@ def set_deciding() -> Iterator[None]:
         yield
     finally:
         _DECIDING.on = False
-
-
-class _Fused(threading.local):
-    on = False
-
-
-_FUSED = _Fused()
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class DiffersByRankError(ValueError):
 DiffersByRankError.__module__ = "fzero.errors"  # where a pickle finds it
 
 
-class _Replicated(torch.autograd.Function):
+class _ReplicatedIdentity(torch.autograd.Function):
     """The identity on a value that is equal on all ranks; else an error, or rank 0's value if the message is empty."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, token: torch.Tensor, group: str, message: str) -> Any:
         if in_dims[1] is None:  # a user's vmap, or another axis's
-            return _Replicated.apply(x, token, group, message), in_dims[0]
+            return _ReplicatedIdentity.apply(x, token, group, message), in_dims[0]
         if in_dims[0] is None:
             return x.view_as(x), None
         if not message:
@@ -91,7 +91,7 @@ def _as_replicated(
     x: torch.Tensor, token: torch.Tensor, group: str, message: str, result_path: str | None = None
 ) -> torch.Tensor:
     try:
-        return _Replicated.apply(x, token, group, message)  # pyright: ignore[reportReturnType]
+        return _ReplicatedIdentity.apply(x, token, group, message)  # pyright: ignore[reportReturnType]
     except DiffersByRankError as error:
         error.result_path = result_path
         raise

@@ -21,7 +21,7 @@ from fzero.checkpoint._agree import all_or_none
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._load import load_files
-from fzero.checkpoint._save import TIMEOUT, SaveHandle, Staging, start_save
+from fzero.checkpoint._save import TIMEOUT, SaveHandle, StagingBuffer, start_save
 from fzero.checkpoint._shared_memory import Hosts, SharedMemory
 from fzero.checkpoint.layout import MANIFEST, Manifest, read_manifest
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts, is_leader
@@ -153,7 +153,7 @@ class Checkpoints:
         copies: int = 1,
     ) -> None:
         self._files, self._mesh, self._keep, self._keep_every, self._timeout = files, mesh, keep, keep_every, timeout
-        self._memory, self._copies, self._staging, self._saving = memory, copies, Staging(), None
+        self._memory, self._copies, self._staging, self._saving = memory, copies, StagingBuffer(), None
         self._shared = self._shared_memory(make=False)
 
     def _shared_memory(self, make: bool) -> SharedMemory | None:

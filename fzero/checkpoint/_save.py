@@ -38,7 +38,7 @@ from fzero.checkpoint.layout import (
 from fzero.ranks import Mesh, all_gather_numbers, checksum
 from fzero.tree import Tree
 
-__all__ = ["TIMEOUT", "SaveHandle", "Staging", "save", "start_save"]
+__all__ = ["TIMEOUT", "SaveHandle", "StagingBuffer", "save", "start_save"]
 
 TIMEOUT = 300.0
 _MAX_COMPARED = 1 << 16  # bytes; the ranks compare plain leaves up to this size: a generator's state, counters
@@ -90,7 +90,7 @@ class SaveHandle:
             raise self._error
 
 
-class Staging:
+class StagingBuffer:
     """A buffer that a save copies the tree into, so that a step may overwrite the tree. It is reused between saves."""
 
     def __init__(self) -> None:
@@ -144,7 +144,9 @@ def save(
         {'w': tensor([0., 1., 2.]), 'step': 7}
     """
     files = files_at(path, call="fzero.save(path, values)")
-    return start_save(files=files, values=values, mesh=mesh, background=background, timeout=timeout, staging=Staging())
+    return start_save(
+        files=files, values=values, mesh=mesh, background=background, timeout=timeout, staging=StagingBuffer()
+    )
 
 
 def start_save(
@@ -153,7 +155,7 @@ def start_save(
     mesh: Mesh | None,
     background: bool,
     timeout: float,
-    staging: Staging,
+    staging: StagingBuffer,
     on_commit: Callable[[], None] = lambda: None,
 ) -> SaveHandle:
     """Save a tree as `save` does, with a buffer for copies and a function that runs after the commit."""
@@ -229,7 +231,7 @@ def _ranges_to_write(local: LocalTree, rank: int) -> list[_TensorRange]:
     return [(x.detach(), at, at + piece.numel) for piece, x, at in local.owned_pieces(rank)]
 
 
-def _copy_to_staging(ranges: dict[int, list[_TensorRange]], staging: Staging) -> dict[int, list[_TensorRange]]:
+def _copy_to_staging(ranges: dict[int, list[_TensorRange]], staging: StagingBuffer) -> dict[int, list[_TensorRange]]:
     """Copy the ranges into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for rows in ranges.values() for x, start, stop in rows]
     buffer = staging.reserve(sum(sizes))

@@ -6,7 +6,7 @@ from fzero._names import missing_names
 from fzero.codecs._codec import (
     Codec,
     CodecKey,
-    Encoded,
+    EncodedTensor,
     decode_blocks,
     encode_blocks,
     float8,
@@ -18,7 +18,7 @@ from fzero.codecs._codec import (
 )
 from fzero.codecs._quantize import KINDS, codes_to_float32, largest_magnitudes, pack, scales_of, unpack
 
-__all__ = ["Codec", "Encoded", "float8", "int4", "int8"]
+__all__ = ["Codec", "EncodedTensor", "float8", "int4", "int8"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [

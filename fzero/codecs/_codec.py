@@ -22,7 +22,7 @@ from fzero.codecs._quantize import (
 __all__ = [
     "Codec",
     "CodecKey",
-    "Encoded",
+    "EncodedTensor",
     "decode_blocks",
     "encode_blocks",
     "float8",
@@ -36,7 +36,7 @@ __all__ = [
 CodecKey = tuple[str, int, str]
 
 
-class Encoded(NamedTuple):
+class EncodedTensor(NamedTuple):
     """An encoded tensor.
 
     Attributes:
@@ -105,7 +105,7 @@ class Codec:
         """
         return -(-numel * self.code_kind.bits // 8) + 4 * self.num_blocks(numel)
 
-    def encode(self, x: torch.Tensor) -> Encoded:
+    def encode(self, x: torch.Tensor) -> EncodedTensor:
         """Encode a tensor of any shape and floating-point dtype, in row-major order.
 
         Example:
@@ -117,10 +117,10 @@ class Codec:
         blocks = self.to_blocks(x.reshape(-1))
         magnitudes = largest_magnitudes(blocks)
         codes = encode_blocks(self, blocks, magnitudes)
-        return Encoded(pack(self.code_kind, codes.flatten(-2)[..., : x.numel()].contiguous()), magnitudes)
+        return EncodedTensor(pack(self.code_kind, codes.flatten(-2)[..., : x.numel()].contiguous()), magnitudes)
 
     def decode(
-        self, encoded: Encoded, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32
+        self, encoded: EncodedTensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Decode a tensor of this shape. A block with an element that was not finite is nan.
 

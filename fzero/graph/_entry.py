@@ -24,7 +24,7 @@ from fzero.graph.ir import check_order, check_spaces, graph_results, has_moves, 
 from fzero.graph.loop._loop import graphs_in
 from fzero.graph.loop._loop_marks import NotScannableError, record_loops
 from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._plan import Plan, Rejected, make_plan
+from fzero.graph.planning._plan import Plan, RejectedSchedule, make_plan
 from fzero.graph.run._backends import LoweringOptions, lower
 from fzero.graph.run._device_graph import RecordedStep, check_recordable
 from fzero.graph.run._executable import Executable
@@ -96,7 +96,7 @@ class Entry:
     traced: TracedGraph
     context: PassContext
     best: Candidate
-    rejected: list[Rejected]
+    rejected: list[RejectedSchedule]
     structure: Any
     overwrites: dict[int, int]
     passthrough: list[int]
@@ -309,7 +309,7 @@ def _pass_context(
 
 def _choose_schedule(
     options: JitOptions, graph: Graph, schedules: list[Candidate], donated_argnums: tuple[int, ...]
-) -> tuple[Candidate, list[Rejected]]:
+) -> tuple[Candidate, list[RejectedSchedule]]:
     """Return the best of the schedules that all ranks have, and the others."""
     name, schedule_options = options.step.name, options.schedule_options
     options_text = f"jit with backend {options.backend}, donate={donated_argnums}, {schedule_options}"
@@ -318,7 +318,7 @@ def _choose_schedule(
     for part in graphs_in(schedules[index].graph):
         check_order(part)
     return schedules[index], [
-        Rejected(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(schedules) if i != index
+        RejectedSchedule(c.settings, c.peak_bytes, c.seconds) for i, c in enumerate(schedules) if i != index
     ]
 
 

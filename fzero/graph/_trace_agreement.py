@@ -42,7 +42,7 @@ _DEVICE = re.compile(r"device\(type=('\w+'), index=\d+\)")  # a rank of a host h
 
 def _node_signature(node: Node, groups: Mapping[str, str]) -> str:
     def show(a: Node) -> Any:
-        return _Shown(dtypes_and_shapes(a))
+        return _PlainRepr(dtypes_and_shapes(a))
 
     args: Any = map_arg((node.args, node.kwargs), show)  # pyright: ignore
     if str(node.target).startswith("_c10d_functional.all_to_all_single"):
@@ -55,9 +55,9 @@ def _node_signature(node: Node, groups: Mapping[str, str]) -> str:
 def _describe_exchange(x: Any, output_splits: Any, input_splits: Any, group: Any) -> list[Any]:
     """Describe an all_to_all. Sizes that differ by rank are left out: ranks that permute values may send nothing."""
     if len({*output_splits, *input_splits}) <= 1 and sum(input_splits):
-        return [_Shown(dtypes_and_shapes(x)), output_splits, input_splits, group]
+        return [_PlainRepr(dtypes_and_shapes(x)), output_splits, input_splits, group]
     return [
-        _Shown(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in stand_ins_of(x)])),
+        _PlainRepr(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in stand_ins_of(x)])),
         group,
     ]
 
@@ -104,7 +104,7 @@ def _hash_names(names: Sequence[str]) -> str:
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
-class _Shown(str):
+class _PlainRepr(str):
     __slots__ = ()
 
     def __repr__(self) -> str:

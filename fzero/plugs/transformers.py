@@ -118,7 +118,7 @@ def full_model(trainer: Trainer) -> torch.nn.Module:
 
 
 @dataclass
-class _Sharding:
+class _TrainerState:
     """The attributes that a sharded trainer has besides those of the given trainer."""
 
     engine: Engine
@@ -155,7 +155,7 @@ def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Ba
             precision=precision,
         ),
     )
-    trainer._fzero = _Sharding(engine, precision, args.max_grad_norm)
+    trainer._fzero = _TrainerState(engine, precision, args.max_grad_norm)
     shell: Any = engine.models.apply.module
     opt.step_was_skipped = False
     for prepared in (shell, opt):  # so that accelerate neither moves nor wraps it
@@ -197,7 +197,7 @@ class _Prediction:
 class _ShardedTrainer(Trainer):
     """Replaces Trainer's steps, saves and loads by sharded ones: the class between the user's and Trainer."""
 
-    _fzero: _Sharding
+    _fzero: _TrainerState
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._fzero.micro_batches.clear()  # as Trainer clears gradients of a step that another call left incomplete

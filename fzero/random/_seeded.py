@@ -72,14 +72,14 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     return from_key
 
 
-class _Running(threading.local):
+class _DrawStack(threading.local):
     """The stack of seeded functions that this thread is running."""
 
     def __init__(self) -> None:
         self.stack: list[_DrawsByKey] = []
 
 
-_RUNNING = _Running()
+_RUNNING = _DrawStack()
 
 
 def call_with_key(key: torch.Tensor, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ class LossOfGroups:
         is_fenced: whether units are reduced in the order of the tree.
         invariant_axes: the axes along which the loss is one value.
         name: the name of the user's function.
-        reached: by call, whether the loss depends on a variable.
+        is_reached_by_call: by call, whether the loss depends on a variable.
     """
 
     loss_and_aux: Callable[..., tuple[torch.Tensor, Any]]
@@ -44,12 +44,12 @@ class LossOfGroups:
     is_fenced: bool
     invariant_axes: tuple[str, ...]
     name: str
-    reached: list[bool]
+    is_reached_by_call: list[bool]
 
     @property
     def is_reached(self) -> bool:
         """Whether the loss of any micro-batch depends on a variable."""
-        return any(self.reached)
+        return any(self.is_reached_by_call)
 
     def __call__(self, j: int | torch.Tensor) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, Any]]:
         """Return the loss of micro-batch j, a function `variables -> (loss, aux)`."""
@@ -67,7 +67,7 @@ class LossOfGroups:
         )
         self._check_not_written(inputs, versions)
         is_known = not torch.compiler.is_dynamo_compiling() and bool(variables)
-        self.reached.append(loss.requires_grad or not is_known)
+        self.is_reached_by_call.append(loss.requires_grad or not is_known)
         loss = loss if self.divisor == 1 else loss / self.divisor
         return (fence([loss], anchor)[0][0] if self.is_fenced else loss), aux
 

@@ -45,7 +45,7 @@ def _reload_tensors(tensors: Sequence[torch.Tensor], devices: Mapping[int, torch
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _FirstRun:
     """The first run's results besides tensors.
 
     Attributes:
@@ -69,7 +69,7 @@ class _RunInfo:
     """
 
     batch_flags: tuple[BatchFlags, ...]
-    recording: _Recording
+    recording: _FirstRun
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Computation:
 
     call: BlockCall
     steps: tuple[Step, ...] = ()
-    recording: _Recording | None = None
+    recording: _FirstRun | None = None
 
     @property
     def tape_size(self) -> int:
@@ -135,10 +135,10 @@ class Computation:
         guard.check_escapes([*out, *tape.tape])
         arg_storages = {storage_id(x) for x in tensors}  # a write into a result must not change an argument
         out = tuple([y.clone() if storage_id(y) in arg_storages else y for y in out])
-        recording = _Recording(tape.log(), result, is_tracked)
+        recording = _FirstRun(tape.log(), result, is_tracked)
         return _RunInfo(batch_flags, recording), (*out, *[x.detach() for x in tape.tape])
 
-    def _run_again(self, tensors: Tensors, recording: _Recording) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
+    def _run_again(self, tensors: Tensors, recording: _FirstRun) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
         # a jvp computes tangents by matrix products too, which cannot be told from the block's own
         is_selective = not any(isinstance(step, Jvp) for step in self.steps)
         tape = TapeReplayer(recording.log, tensors[: self.tape_size], self.call.save if is_selective else None)

@@ -175,13 +175,13 @@ def value_and_grad(
     @api_boundary
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         options.check_call(args)
-        opened = _open_boxes(args, kwargs, options)
-        loss = _make_loss(loss_and_aux, name_of(f), opened, options)
+        inputs = _open_boxes(args, kwargs, options)
+        loss = _make_loss(loss_and_aux, name_of(f), inputs, options)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else without_autocast_cache():
             value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
-        if not loss.is_reached and not opened.is_invariant:  # a derivative of the gradient may be of anything
-            _report_unreached(loss.name, {i: args[i] for i in options.nums}, opened.axes)
-        value, aux, trees = _reduce_over_ranks(value, aux, gradients, opened, options)
+        if not loss.is_reached and not inputs.is_invariant:  # a derivative of the gradient may be of anything
+            _report_unreached(loss.name, {i: args[i] for i in options.nums}, inputs.axes)
+        value, aux, trees = _reduce_over_ranks(value, aux, gradients, inputs, options)
         mark_role(trees, "gradients")
         return ((value, aux) if has_aux else value), (trees[0] if isinstance(argnums, int) else tuple(trees))
 
@@ -240,7 +240,7 @@ class _GradOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Opened:
+class _CallInputs:
     """The arguments of a call, out of their boxes.
 
     Attributes:
@@ -260,7 +260,7 @@ class _Opened:
     is_invariant: bool
 
 
-def _open_boxes(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) -> _Opened:
+def _open_boxes(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptions) -> _CallInputs:
     """Take the arguments of a call out of their boxes. Those that are not differentiated are gathered with `gather`."""
     axes = in_mesh_order(resolve_axes(options.axis))
     batch = find_micro_batches(args, options.nums, options.batch_argnums, options.micro_batches)
@@ -281,30 +281,30 @@ def _open_boxes(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptio
     kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
     if options.gather:
         kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
-    return _Opened(arguments=arguments, rest=rest, kwargs=kwargs, axes=axes, batch=batch, is_invariant=is_invariant)
+    return _CallInputs(arguments=arguments, rest=rest, kwargs=kwargs, axes=axes, batch=batch, is_invariant=is_invariant)
 
 
 def _make_loss(
-    loss_and_aux: Callable[..., tuple[torch.Tensor, Any]], name: str, opened: _Opened, options: _GradOptions
+    loss_and_aux: Callable[..., tuple[torch.Tensor, Any]], name: str, inputs: _CallInputs, options: _GradOptions
 ) -> LossOfGroups:
     """Make the loss of a call, a function of the variables that are differentiated."""
     return LossOfGroups(
         loss_and_aux=loss_and_aux,
-        args=opened.rest,
-        kwargs=opened.kwargs,
-        arguments=opened.arguments,
-        batch=opened.batch,
+        args=inputs.rest,
+        kwargs=inputs.kwargs,
+        arguments=inputs.arguments,
+        batch=inputs.batch,
         # the loss is divided before the sums, since a sum could overflow in half precision
-        divisor=options.micro_batches * math.prod([a.size for a in opened.axes]) if options.reduce == "mean" else 1,
-        is_fenced=options.gather and _runs_in_eager_order(opened.axes),
-        invariant_axes=_invariant_axes(opened.axes, opened.arguments),
+        divisor=options.micro_batches * math.prod([a.size for a in inputs.axes]) if options.reduce == "mean" else 1,
+        is_fenced=options.gather and _runs_in_eager_order(inputs.axes),
+        invariant_axes=_invariant_axes(inputs.axes, inputs.arguments),
         name=name,
-        reached=[],
+        is_reached_by_call=[],
     )
 
 
 def _reduce_over_ranks(
-    value: torch.Tensor, aux: Any, gradients: list[torch.Tensor], opened: _Opened, options: _GradOptions
+    value: torch.Tensor, aux: Any, gradients: list[torch.Tensor], inputs: _CallInputs, options: _GradOptions
 ) -> tuple[torch.Tensor, Any, list[Any]]:
     """Sum the value and the gradients over the ranks. The list of gradients is empty afterwards.
 
@@ -312,9 +312,9 @@ def _reduce_over_ranks(
         The value, the aux, and a tree of gradients for each differentiated argument.
     """
     value = psum(value, options.axis)
-    value = mark_invariant(value, join_axes(opened.axes)) if opened.is_invariant else value
+    value = mark_invariant(value, join_axes(inputs.axes)) if inputs.is_invariant else value
     remaining = _pop_items(gradients)
-    trees = [argument.reduce(remaining) for argument in opened.arguments.values()]
+    trees = [argument.reduce(remaining) for argument in inputs.arguments.values()]
     return weighted_mean(value, aux, trees, options.axis) if options.reduce == "weighted" else (value, aux, trees)
 
 

@@ -22,7 +22,7 @@ from fzero.tuning.offload import (
     offload_ratio,
     planned_work,
 )
-from fzero.tuning.search import Skipped, Unplanned
+from fzero.tuning.search import SkippedConfiguration, UnplannedConfiguration
 
 __all__ = [
     "A100",
@@ -45,10 +45,10 @@ __all__ = [
     "PeerEstimate",
     "RatioTrial",
     "Reliability",
-    "Skipped",
+    "SkippedConfiguration",
     "StepMeasurement",
     "TableRow",
-    "Unplanned",
+    "UnplannedConfiguration",
     "WatchedStep",
     "calibrate",
     "deepspeed_zero2",

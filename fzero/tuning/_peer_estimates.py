@@ -15,20 +15,20 @@ class PeerEstimate:
     """The memory of a rank, by another estimator.
 
     Attributes:
-        by: the name of the estimator.
+        estimator: the name of the estimator.
         device_bytes: bytes on a device.
         host_bytes: bytes on a host, for all of its ranks; 0 if the estimator gives no number.
         counts: a remark on the parts that the number covers.
     """
 
-    by: str
+    estimator: str
     device_bytes: float
     host_bytes: float
     counts: str
 
     def __str__(self) -> str:
         host = f", {format_bytes(self.host_bytes)} a host" if self.host_bytes else ""
-        return f"{self.by}: {format_bytes(self.device_bytes)} a device{host} ({self.counts})"
+        return f"{self.estimator}: {format_bytes(self.device_bytes)} a device{host} ({self.counts})"
 
 
 @api_boundary

@@ -24,8 +24,8 @@ from fzero.tuning.models import Bounds, ModelStep
 from fzero.tuning.search import (
     ConfigurationPlanner,
     PlanCache,
-    Skipped,
-    Unplanned,
+    SkippedConfiguration,
+    UnplannedConfiguration,
     plan_rows,
 )
 from fzero.zero import STAGES
@@ -77,14 +77,14 @@ class ConfigurationTable(FigureReport):
     """
 
     rows: tuple[TableRow, ...]
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedConfiguration, ...]
     machine: Machine
     memory: float | None
     budget: float
-    unplanned: tuple[Unplanned, ...] = ()
+    unplanned: tuple[UnplannedConfiguration, ...] = ()
 
     @property
-    def left_out(self) -> list[Unplanned]:
+    def left_out(self) -> list[UnplannedConfiguration]:
         """The configurations of `unplanned` that may fit and may be faster than the best row, by their bounds."""
         fastest = self.fitting[0].seconds if self.fitting else math.inf
         return [x for x in self.unplanned if x.bounds.bytes <= self.budget and x.bounds.seconds < fastest]
@@ -245,9 +245,12 @@ class ConfigurationTable(FigureReport):
         try:
             data = json.loads(text)
             rows = [row_from(r) for r in data["rows"]]
-            skipped = [Skipped(Configuration(**s["config"]), Configuration(**s["smaller"])) for s in data["skipped"]]
+            skipped = [
+                SkippedConfiguration(Configuration(**s["config"]), Configuration(**s["smaller"]))
+                for s in data["skipped"]
+            ]
             unplanned = [
-                Unplanned(Configuration(**x["config"]), Bounds(x["seconds"], x["bytes"]))
+                UnplannedConfiguration(Configuration(**x["config"]), Bounds(x["seconds"], x["bytes"]))
                 for x in data.get("unplanned", ())
             ]
             machine = Machine(**data["machine"])
@@ -317,7 +320,7 @@ def tune(
     max_rows: int | None = None,
     workers: int = 1,
     cache: bool = True,
-    on_result: Callable[[TableRow | Skipped], None] | None = None,
+    on_result: Callable[[TableRow | SkippedConfiguration], None] | None = None,
 ) -> ConfigurationTable:
     """Plan a step in each configuration, and tabulate which fit, what memory they need, and how fast they are.
 

@@ -476,7 +476,7 @@ def a_rank_without_memory_for_its_copy_leaves_nobody_waiting(mesh: fzero.ranks.M
 
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patched:
         if mesh.rank == mesh.size - 1:
-            patched.setattr(_save.Staging, "reserve", none_left)
+            patched.setattr(_save.StagingBuffer, "reserve", none_left)
         with pytest.raises((fzero.errors.CheckpointError, MemoryError), match="not enough memory"):
             fzero.save(path, {"w": torch.zeros(4)}, mesh, background=True)
 

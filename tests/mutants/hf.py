@@ -9,7 +9,9 @@ PROCESSES = on_processes("checkpoint")
 MUTANTS = [
     *File("checkpoint/hf/_read.py", HF).faults(
         Fault(
-            "a leaf is read without a cast, as bytes of another dtype", "_read_part", dropped("A.dtype == B.to.dtype")
+            "a leaf is read without a cast, as bytes of another dtype",
+            "_read_part",
+            dropped("A.dtype == B.tensor.dtype"),
         ),
         Fault(
             "the shapes of a folder are not compared with the leaves", "_check_leaves", dropped("A[B].shape != C.shape")

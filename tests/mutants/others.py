@@ -102,7 +102,7 @@ MUTANTS = [
         Fault("an axis stays bound after the rank program", "call_in_scope", skipped("A.stack.pop()")),
     ),
     *File("axes/_replicated.py", BOXES).faults(
-        Fault("a simulation does not check that plain results are equal", "_Replicated.vmap", always("not A")),
+        Fault("a simulation does not check that plain results are equal", "_ReplicatedIdentity.vmap", always("not A")),
         Fault(
             "a process does not notice that an input differs by rank",
             "check_inputs_replicated",

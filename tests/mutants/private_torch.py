@@ -129,7 +129,12 @@ MUTANTS = [
             always("A or B(C, D)"),
             BORDERS,
         ),
-        Fault("a view is taken of a tensor with other strides", "_Reshaping.call_function", never("A in B"), BORDERS),
+        Fault(
+            "a view is taken of a tensor with other strides",
+            "_ReshapeInterpreter.call_function",
+            never("A in B"),
+            BORDERS,
+        ),
         Fault(
             "padding by a length fixes that length in the code",
             "_AtLength.call_function",
@@ -162,7 +167,7 @@ MUTANTS = [
         ),
         Fault(
             "the number of comparisons has no limit",
-            "_make_environment.Limited.evaluate_expr",
+            "_make_environment.LimitedShapeEnv.evaluate_expr",
             never("len(self.guards) > A"),
         ),
     ),

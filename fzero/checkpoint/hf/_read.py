@@ -123,13 +123,13 @@ class _FileRange(NamedTuple):
     """Elements of a leaf that are contiguous in memory and in a file.
 
     Attributes:
-        to: the tensor that holds them.
+        tensor: the tensor that holds them.
         start: where they begin in the tensor, in elements.
         first: where they begin in the leaf, in elements.
         numel: the number of elements.
     """
 
-    to: torch.Tensor
+    tensor: torch.Tensor
     start: int
     first: int
     numel: int
@@ -171,19 +171,22 @@ def _read_leaves(files: Files, stored: dict[str, StoredTensor], local: LocalTree
 
 def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
     """Read elements straight into memory; if they must be cast, or go to a device, through a small buffer."""
-    if source.dtype == part.to.dtype and is_direct(part.to):
-        view = view_bytes(part.to.view(-1)[part.start : part.start + part.numel])
-        files.read_into(source.file, source.offset + part.first * part.to.element_size(), [view])
+    if source.dtype == part.tensor.dtype and is_direct(part.tensor):
+        view = view_bytes(part.tensor.view(-1)[part.start : part.start + part.numel])
+        files.read_into(source.file, source.offset + part.first * part.tensor.element_size(), [view])
         return
     for at, values in _buffers(files, source, part):
-        put_elements(part.to, part.start + at, values)
+        put_elements(part.tensor, part.start + at, values)
 
 
 def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
     """Return whether memory and a file hold the same values."""
     for at, values in _buffers(files, source, part):
         actual = (
-            slice_elements(part.to, part.start + at, part.start + at + values.numel()).cpu().resolve_conj().contiguous()
+            slice_elements(part.tensor, part.start + at, part.start + at + values.numel())
+            .cpu()
+            .resolve_conj()
+            .contiguous()
         )
         if view_bytes(actual) != view_bytes(values.to(actual.dtype)):
             return False
@@ -194,7 +197,7 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     """Read elements into one small buffer, part by part; yield the number read before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize
-    step = max(_CHUNK_BYTES // max(size, part.to.element_size()), 1)
+    step = max(_CHUNK_BYTES // max(size, part.tensor.element_size()), 1)
     buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
     for at in range(0, part.numel, step):
         values = buffer[: min(step, part.numel - at)]

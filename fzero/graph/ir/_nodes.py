@@ -108,13 +108,13 @@ def describe(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:
     """
 
     def name(a: Node) -> Any:
-        return _Named(same.get(a, a).name)
+        return _NodeName(same.get(a, a).name)
 
     args: Any = map_arg((node.args, node.kwargs), name)  # pyright: ignore[reportArgumentType]
     return str(node.target), repr(args)
 
 
-class _Named(str):
+class _NodeName(str):
     __slots__ = ()
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ from fzero.graph.planning._live_ranges import ITERATION, Range, iteration_ranges
 from fzero.graph.planning._phases import find_phases
 from fzero.graph.planning._storage_kinds import KINDS
 
-__all__ = ["Plan", "PlanSettings", "Rejected", "make_plan"]
+__all__ = ["Plan", "PlanSettings", "RejectedSchedule", "make_plan"]
 
 
 class _ListedOperation(NamedTuple):
@@ -132,7 +132,7 @@ class _Operation(NamedTuple):
 PlanSettings = Mapping[str, bool | int | float | str]  # the arguments of the passes, by name
 
 
-class Rejected(NamedTuple):
+class RejectedSchedule(NamedTuple):
     """A schedule that was not chosen: its settings, its peak memory in bytes, and its seconds by the cost model."""
 
     settings: PlanSettings
@@ -211,7 +211,7 @@ class Plan(FigureReport):
     collectives: tuple[_Collective, ...]
     settings: PlanSettings
     seconds: float
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[RejectedSchedule, ...] = ()
     transfers: tuple[_Transfer, ...] = ()
     messages: tuple[SentMessage, ...] = ()
     workspace_bytes: int = 0
@@ -337,7 +337,7 @@ def make_plan(
     graph: Graph,
     name: str,
     settings: PlanSettings,
-    rejected: Iterable[Rejected] = (),
+    rejected: Iterable[RejectedSchedule] = (),
     hardware: Hardware | None = None,
     groups: Mapping[str, str] | None = None,
 ) -> Plan:

@@ -71,7 +71,7 @@ def inject_hyperparams(
         settings = signature.bind(*args, **kwargs)
         settings.apply_defaults()
         dynamic = {k: v for k, v in settings.arguments.items() if k not in static}
-        injected = _Injected(
+        injected = _InjectedOptimizer(
             factory,
             signature,
             args,
@@ -87,7 +87,7 @@ def inject_hyperparams(
 
 
 @dataclass(frozen=True, eq=False)  # a trace may hash the optimizer, and dicts have no hash
-class _Injected:
+class _InjectedOptimizer:
     """An optimizer whose hyperparameters are in its state.
 
     Attributes:

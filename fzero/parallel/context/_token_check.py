@@ -55,7 +55,7 @@ def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
         replace_convolutions(model, partial(_own_input, have_documents))
         with watch, torch.no_grad():
             torch.func.functional_call(model, state, (), {**inputs, "use_cache": False, "documents": None})
-    except _Found as found:
+    except _SeveralTokensError as found:
         raise ValueError(
             f"{context.name}: {found}, which combines tokens without attention: the neighbours of a part's tokens are "
             "on other ranks"
@@ -70,7 +70,7 @@ def check_tokens(model: torch.nn.Module, context: ContextAxis) -> ContextAxis:
     return replace(context, takes_documents=all(have_documents))
 
 
-class _Found(Exception):
+class _SeveralTokensError(Exception):
     """An operation that reads several tokens."""
 
 
@@ -120,7 +120,9 @@ class _AlongTokens(TorchDispatchMode):
             bound = _bound_arguments(func, args, kwargs or {})
             if any(-x.ndim <= d < x.ndim and x.shape[d] == self.tokens for d in read(bound, x, out)):
                 name = str(func.overloadpacket).removeprefix("aten.")
-                raise _Found(f"{name} of a tensor {list(x.shape)} along its {self.tokens} tokens, at {user_line()}")
+                raise _SeveralTokensError(
+                    f"{name} of a tensor {list(x.shape)} along its {self.tokens} tokens, at {user_line()}"
+                )
         return out
 
 

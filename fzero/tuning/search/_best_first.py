@@ -7,14 +7,14 @@ from typing import NamedTuple
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration, SearchSpace
 from fzero.tuning.models import Bounds
-from fzero.tuning.search._search import Skipped, Start, is_surely_too_large
+from fzero.tuning.search._search import SkippedConfiguration, Start, is_surely_too_large
 
-__all__ = ["Unplanned", "search_by_bounds"]
+__all__ = ["UnplannedConfiguration", "search_by_bounds"]
 
 _AT_ONCE = 4  # a fixed number, so that the results do not depend on the number of processes
 
 
-class Unplanned(NamedTuple):
+class UnplannedConfiguration(NamedTuple):
     """A configuration that was not planned, with what it takes and holds at least.
 
     Attributes:
@@ -28,7 +28,7 @@ class Unplanned(NamedTuple):
 
 def search_by_bounds(
     space: SearchSpace, start: Start, budget: float, bounds_of: Callable[[Configuration], Bounds], max_rows: int
-) -> Iterator[TableRow | Skipped | Unplanned]:
+) -> Iterator[TableRow | SkippedConfiguration | UnplannedConfiguration]:
     """Plan the configurations with the least bounds of seconds, until no other can be faster than the best that fits.
 
     If none has room by its bound, the one with the least bytes is planned, so that there is a row to explain.
@@ -40,7 +40,7 @@ def search_by_bounds(
         bounds_of: the bounds of a configuration.
         max_rows: the number of rows at which the search ends.
     """
-    order = sorted([Unplanned(c, bounds_of(c)) for c in space], key=lambda x: x.bounds.seconds)
+    order = sorted([UnplannedConfiguration(c, bounds_of(c)) for c in space], key=lambda x: x.bounds.seconds)
     rows: list[TableRow] = []
     if all(x.bounds.bytes > budget for x in order):
         smallest = min(order, key=lambda x: x.bounds.bytes)
@@ -57,7 +57,7 @@ def search_by_bounds(
             if x.bounds.bytes > budget or x.bounds.seconds >= fastest:
                 yield x
             elif smaller is not None:
-                yield Skipped(x.config, smaller)
+                yield SkippedConfiguration(x.config, smaller)
             else:
                 planned.append(x.config)
         if not planned:

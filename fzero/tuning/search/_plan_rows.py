@@ -6,10 +6,10 @@ from functools import partial
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration, SearchSpace
 from fzero.tuning.models import Bounds
-from fzero.tuning.search._best_first import Unplanned, search_by_bounds
+from fzero.tuning.search._best_first import UnplannedConfiguration, search_by_bounds
 from fzero.tuning.search._configuration_planner import ConfigurationPlanner
 from fzero.tuning.search._plan_workers import open_pool
-from fzero.tuning.search._search import Skipped, refine, search_rows, sort_results
+from fzero.tuning.search._search import SkippedConfiguration, refine, search_rows, sort_results
 
 __all__ = ["plan_rows"]
 
@@ -21,8 +21,8 @@ def plan_rows(
     workers: int,
     bounds_of: Callable[[Configuration], Bounds] | None,
     max_rows: int | None,
-    on_result: Callable[[TableRow | Skipped], None] | None,
-) -> tuple[list[TableRow], list[Skipped], list[Unplanned]]:
+    on_result: Callable[[TableRow | SkippedConfiguration], None] | None,
+) -> tuple[list[TableRow], list[SkippedConfiguration], list[UnplannedConfiguration]]:
     """Plan the rows of a space on several processes.
 
     Args:
@@ -41,11 +41,11 @@ def plan_rows(
         search = partial(search_rows, space, workers=workers, budget=budget)
     else:
         search = partial(search_by_bounds, space, budget=budget, bounds_of=bounds_of, max_rows=max_rows)
-    results: list[TableRow | Skipped] = []
-    unplanned: list[Unplanned] = []
+    results: list[TableRow | SkippedConfiguration] = []
+    unplanned: list[UnplannedConfiguration] = []
     with open_pool(workers, planner, planner.cached) as start:
         for x in search(start=start):
-            if isinstance(x, Unplanned):
+            if isinstance(x, UnplannedConfiguration):
                 unplanned.append(x)
                 continue
             results.append(x)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration, SearchSpace
 
-__all__ = ["Skipped", "Start", "is_surely_too_large", "refine", "search_rows", "sort_results"]
+__all__ = ["SkippedConfiguration", "Start", "is_surely_too_large", "refine", "search_rows", "sort_results"]
 
 
 _IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
@@ -17,7 +17,7 @@ _BUDGET_TOLERANCE = 1.05  # an extrapolated row decides nothing if it exceeds th
 Start = Callable[[Configuration | TableRow], Future[TableRow]]
 
 
-class Skipped(NamedTuple):
+class SkippedConfiguration(NamedTuple):
     """A configuration that was not planned, since it holds no less than another that does not fit.
 
     Attributes:
@@ -29,7 +29,9 @@ class Skipped(NamedTuple):
     smaller: Configuration
 
 
-def search_rows(space: SearchSpace, start: Start, workers: int, budget: float) -> Iterator[TableRow | Skipped]:
+def search_rows(
+    space: SearchSpace, start: Start, workers: int, budget: float
+) -> Iterator[TableRow | SkippedConfiguration]:
     """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
     A free process does not wait: it begins with a configuration that may be skipped later. The row of such a
@@ -51,7 +53,7 @@ def search_rows(space: SearchSpace, start: Start, workers: int, budget: float) -
             smaller = next((x for x in leaner[c] if too_large.get(x)), None)
             if smaller is not None:
                 too_large[c] = False  # a larger one is skipped by `smaller` as well
-                yield Skipped(c, smaller)
+                yield SkippedConfiguration(c, smaller)
             elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
                 row = started[c].result()
                 too_large[c] = is_surely_too_large(row, budget)
@@ -66,15 +68,15 @@ def search_rows(space: SearchSpace, start: Start, workers: int, budget: float) -
 
 
 def sort_results(
-    space: SearchSpace, results: Iterable[TableRow | Skipped], budget: float
-) -> tuple[list[TableRow], list[Skipped]]:
+    space: SearchSpace, results: Iterable[TableRow | SkippedConfiguration], budget: float
+) -> tuple[list[TableRow], list[SkippedConfiguration]]:
     """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""
     order_in_space = {c: i for i, c in enumerate(space)}
     parts = sorted(results, key=lambda x: order_in_space[x.config])
     rows = [x for x in parts if isinstance(x, TableRow)]
     large = [r.config for r in rows if is_surely_too_large(r, budget)]
-    skipped = [x.config for x in parts if isinstance(x, Skipped)]
-    return rows, [Skipped(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
+    skipped = [x.config for x in parts if isinstance(x, SkippedConfiguration)]
+    return rows, [SkippedConfiguration(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 
 
 def is_surely_too_large(row: TableRow, budget: float) -> bool:

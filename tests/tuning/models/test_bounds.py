@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import tuning
-from fzero.tuning import Configuration, ConfigurationTable, Skipped, TableRow
+from fzero.tuning import Configuration, ConfigurationTable, SkippedConfiguration, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from fzero.tuning.command import run
 from fzero.tuning.models import Bounds, ModelStep, largest_sizes, powers_of_two, usable_sizes
-from fzero.tuning.search import ConfigurationPlanner, Unplanned, search_by_bounds
+from fzero.tuning.search import ConfigurationPlanner, UnplannedConfiguration, search_by_bounds
 from tests.helpers import cases, examples
 from tests.tuning.helpers import TINY
 
@@ -103,8 +103,8 @@ def test_a_search_by_bounds_finds_the_best_or_says_how_fast_it_may_be(budget, ma
     assert sorted(str(x.config) for x in results if x.config in planner.started) == sorted(map(str, planner.started))
     assert {x.config for x in results} == {*SPACE}, "each configuration has a result"
     rows = [x for x in results if isinstance(x, TableRow)]
-    skipped = [x for x in results if isinstance(x, Skipped)]
-    unplanned = tuple(x for x in results if isinstance(x, Unplanned))
+    skipped = [x for x in results if isinstance(x, SkippedConfiguration)]
+    unplanned = tuple(x for x in results if isinstance(x, UnplannedConfiguration))
     assert len(rows) <= max(max_rows, 1)
     table = ConfigurationTable(tuple(rows), tuple(skipped), tuning.H100, None, budget, unplanned)
     for x in skipped:

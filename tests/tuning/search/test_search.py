@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.tuning import CPU, H100, Configuration, Skipped, TableRow
+from fzero.tuning import CPU, H100, Configuration, SkippedConfiguration, TableRow
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from fzero.tuning.search import _plan_workers, _row_cache, _search, search_rows, sort_results
 from tests.helpers import examples
@@ -139,7 +139,7 @@ def test_an_error_in_a_worker_ends_the_search():
 
     with pytest.raises(ZeroDivisionError):
         next(search_rows(SPACE, start, 2, 1.0))
-    assert Skipped(*[Configuration(1, 1, 1)] * 2).config.ranks == 1
+    assert SkippedConfiguration(*[Configuration(1, 1, 1)] * 2).config.ranks == 1
 
 
 # Rows that are kept.
