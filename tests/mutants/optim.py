@@ -42,8 +42,10 @@ MUTANTS = [
         Fault("adamw decays leaves that the mask excludes", "adamw.update", bare("A * is_decayed")),
     ),
     *File("optim/moments/_eight_bit.py", EIGHT_BIT).faults(
-        Fault("a byte is that of the value below", "_midpoints", becomes("A(A(x + y) / 2)", "y")),
-        Fault("the code has no negative values", "_dynamic_values", becomes("[-x for x in A]", "A")),
+        Fault("a byte is that of the value below", "_last_below", becomes("0 if signed else 1", "1")),
+        Fault("the code has no negative values", "_dynamic_values", becomes("-x if A else x", "x")),
+        Fault("compiled code has no negative values", "_compute_values", becomes("torch.where(A, -B, B)", "B")),
+        Fault("compiled code begins a decade too early", "_compute_bytes", becomes("torch.where(is_first, A, B)", "B")),
         Fault("a byte is that of the least number of its look-up", "encode", becomes("A + (B > C)", "A")),
         Fault("a scale of zero divides", "encode", becomes("torch.where(A == 0, B, C)", "C")),
     ),

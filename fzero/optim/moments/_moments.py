@@ -242,17 +242,28 @@ def _update_units(f: Any, units: Sequence[MomentUnit]) -> Iterator[tuple[int, li
 
 
 def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[StoredMoments], rest: Sequence[Any]) -> list[Any]:
-    """Return the update of a full leaf, and the new bytes and scales of each moment."""
+    """Return the update of a full leaf, and the new bytes and scales of each moment.
+
+    A leaf of whole blocks is updated as its blocks, so that a compiler sees loops over blocks alone.
+    """
+    blocks = [blocks_of_leaf(m.codes, m.scales) for m in moments]
+    shape = blocks[0].shape if blocks[0].numel() == g.numel() else g.shape
 
     def flat(blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.view(-1)[: g.numel()].view(g.shape)
+        return blocks.reshape(-1)[: g.numel()]
 
-    old = [flat(decode(blocks_of_leaf(m.codes, m.scales), m.scales.reshape(-1, 1), m.table)) for m in moments]
-    u, *new = f(g, *old, *rest)
-    out = [u]
+    def as_updated(x: Any) -> Any:
+        return x.reshape(shape) if isinstance(x, torch.Tensor) and x.shape == g.shape else x
+
+    old = [
+        flat(decode(codes, m.scales.reshape(-1, 1), m.table)).view(shape)
+        for codes, m in zip(blocks, moments, strict=True)
+    ]
+    u, *new = f(as_updated(g), *old, *[as_updated(x) for x in rest])
+    out = [u.view(g.shape)]
     for x, m in zip(new, moments, strict=True):
-        blocks = blocks_of_leaf(x, m.scales)
-        is_single = x.shape == m.scales.shape
-        maxima = (blocks if is_single else blocks.abs()).amax(1)
-        out += [flat(encode(blocks, maxima[:, None], m.table)), maxima.view(m.scales.shape)]
+        is_single = g.shape == m.scales.shape
+        blocks_of_x = x if shape != g.shape else blocks_of_leaf(x, m.scales)
+        maxima = (blocks_of_x if is_single else blocks_of_x.abs()).amax(1)
+        out += [flat(encode(blocks_of_x, maxima[:, None], m.table)).view(g.shape), maxima.view(m.scales.shape)]
     return out

@@ -13,7 +13,8 @@ from fzero.sharding._spec import traced_spec, unit_index
 
 __all__ = ["by_leaf", "in_memory", "unit_positions"]
 
-_MANY = 32  # leaves: from here on a search takes fewer operations
+_MANY = 32  # leaves: from here on a search takes less time
+_FEW = 8  # the same where operations run one by one
 
 
 def unit_positions(spec_id: int, device: torch.device) -> torch.Tensor:
@@ -37,7 +38,7 @@ def by_leaf(spec_id: int, positions: torch.Tensor, numbers: Sequence[torch.Tenso
         For each of `numbers` a tensor of the shape of `positions`.
     """
     ends = traced_spec(spec_id).offsets[1:]
-    if not is_fused() or len(ends) >= _MANY:
+    if len(ends) >= (_MANY if is_fused() else _FEW):
         bounds = tensor_on(ends, dtype=positions.dtype, device=positions.device)
         leaf = torch.bucketize(positions, bounds, out_int32=True, right=True)
         return [x.index_select(0, leaf) for x in numbers]
