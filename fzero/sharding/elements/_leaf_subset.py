@@ -73,7 +73,10 @@ def put_subset(x: torch.Tensor, row: torch.Tensor, spec_id: int, subset_id: int)
     position = unit_positions(spec_id, x.device)
     (distance,) = by_leaf(spec_id, position, [tensor_on([*moves, nowhere], dtype=position.dtype, device=x.device)])
     index = position + distance
-    return torch.where(index >= 0, in_memory(row).index_select(0, index.clamp(min=0)), x)
+    # A segment first runs on zeros, also for the distances. An index out of bounds would then end the process: no
+    # exception leaves a thread of a compiled loop.
+    inside = index.clamp(0, len(row) - 1)
+    return torch.where(index >= 0, in_memory(row).index_select(0, inside), x)
 
 
 def scatter_subset(xs: Sequence[torch.Tensor], places: torch.Tensor, spec_id: int, subset_id: int) -> list[Shard]:

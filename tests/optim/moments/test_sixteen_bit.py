@@ -270,3 +270,16 @@ def test_a_skipped_step_changes_no_part_of_a_sixteen_bit_moment():
     _, state = opt.update(params, opt.init(params), params)
     _, skipped = opt.update({"w": torch.full((64, 80), math.inf)}, state, params)
     assert_trees_close(skipped.inner, state.inner, 0.0)
+
+
+def test_full_leaves_are_read_within_bounds_where_a_segment_first_runs_on_zeros(monkeypatch):
+    """Constants are zeros there, too. Out of bounds, threads of compiled code would end the process."""
+
+    def zeros_on(values: Any, **options: Any) -> torch.Tensor:
+        return torch.zeros_like(torch.tensor(values, **options))
+
+    params, opt = big_params(), optim.adamw(1e-2, moments="bfloat16")
+    step = fzero.shard(step_of(opt), 3, fzero.mesh(dp=2), units=RULES["one unit"])
+    state, batch = step.init(params, opt), step.mesh.split(torch.ones(2))
+    monkeypatch.setattr("fzero.sharding.elements._leaf_subset.tensor_on", zeros_on)
+    step(*state, batch)
