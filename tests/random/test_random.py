@@ -131,6 +131,8 @@ def test_words_of_two_streams_are_no_permutations_and_places_beyond_32_bits_have
     assert torch.isin(*words).sum() == 0
     first = random.key_words(k, torch.tensor(1))
     assert torch.equal(random.words_at(*first, places.to(torch.int32)), words[0])
+    near = random.words_at(first[0] ^ 1, first[1] ^ 1, places)
+    assert torch.isin(near, words[0]).sum() == 0, "the first word alone would put the same words in another order"
     assert (random.words_at(*first, places + 2**32) == words[0]).sum() == 0
 
 
