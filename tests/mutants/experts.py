@@ -235,7 +235,8 @@ MUTANTS = [
     ),
     *File("optim/clipping/_clip_by_expert.py", CLIP).faults(
         Fault("the norm of an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
-        Fault("clip_experts ignores a name that no leaf has", "_clip_experts", never("A and not any(B)")),
+        Fault("clip_experts ignores a name that no leaf has", "_layers_of_paths", never("A and not any(B)")),
+        Fault("a unit's long padding has several rows", "_row_ids", becomes("torch.where(A, 0, B)", "B")),
         Fault("the experts of a list are clipped as separate layers", "_layer_path", becomes("A.isdigit()", "False")),
         Fault("the norm of an expert is summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
         Fault("each leaf of an expert is clipped alone", "_layer_path", returns("path", at="2 of 2")),

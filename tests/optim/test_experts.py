@@ -11,7 +11,7 @@ import fzero
 from fzero import optim, tree
 from fzero.parallel import experts as moe
 from fzero.testing import assert_equivalent
-from tests.helpers import examples, train_step_for
+from tests.helpers import either, examples, train_step_for
 from tests.parallel.experts.model import batch_of, experts_params, loss_for, params_of
 
 OPT = optim.chain(optim.clip_by_expert(0.02), optim.adamw(1e-2, eps=1e-3))
@@ -20,6 +20,7 @@ MESHES = [
     fzero.mesh(ep=2),
     fzero.mesh(dp=2, ep=2),
     fzero.mesh(dp=2, ep=2, simulate="lockstep"),
+    *either([], [fzero.mesh(dp=8), fzero.mesh(dp=16), fzero.mesh(dp=4, ep=4), fzero.mesh(dp=8, simulate="lockstep")]),
 ]
 
 
@@ -50,9 +51,23 @@ def test_clip_by_expert_on_any_mesh_equals_dense_training(mesh, stage, capacity,
         (lambda path, leaf: "all" if "experts" not in path else "experts") if one_unit else (lambda path, leaf: path)
     )
     train_step = train_step_for(loss_for(2, capacity), OPT)
-    batches = [batch_of(12, seed=i) for i in range(2)]
+    batches = [batch_of(either(12, 48), seed=i) for i in range(2)]
     options = {"meshes": [mesh], "split": moe.split_rule("experts"), "units": units}
     assert_equivalent(train_step, params_of(), OPT, batches, (stage,), **options)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
+@pytest.mark.parametrize("n,shape", [(8, (2, 1)), (16, (2, 65)), (5, (2, 3))])
+def test_padding_that_is_longer_than_a_shard_is_of_no_expert(simulate, n, shape):
+    """Ranks beyond the last element hold nothing but padding, which no number may come from."""
+    grads = {"experts": torch.arange(1.0, 1 + 2 * shape[1]).view(shape), "rest": torch.full((3,), 9.0)}
+
+    def program() -> Any:
+        return fzero.gather(optim.clip_by_expert(1.0).update(fzero.partition(grads), ())[0])
+
+    expected = optim.clip_by_expert(1.0).update(grads, ())[0]
+    got = fzero.mesh(dp=n, simulate=simulate).spmd(program)()
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-6, atol=0), got, expected)
 
 
 def test_clip_by_expert_works_beside_tensor_parallel_leaves():
@@ -99,9 +114,9 @@ def test_clip_by_expert_refuses_names_without_stacked_experts():
     """A wrong name would clip nothing, and a list of experts row by row, without a word."""
     grads = two_layers()
     for names in ("exprts", ("a", "b")):
-        with pytest.raises(ValueError, match=r"names=.*: no leaf's path has such a part, of 'layers.0.experts.\w+', "):
+        with pytest.raises(ValueError, match=r"names=.*: no leaf's path has such a part, .*'layers.0.experts.\w+', "):
             optim.clip_by_expert(1.0, names).update(grads, ())
-    for names in ((), "layers.experts", (1,)):
+    for names in ((), "layers.experts", (1,), 5):
         with pytest.raises(ValueError, match=r"names=.*: expected parts of the paths of experts, .*without a dot"):
             optim.clip_by_expert(1.0, names)
     listed = {"experts": [{"up": torch.ones(3, 3)}, {"up": torch.ones(3, 3)}]}

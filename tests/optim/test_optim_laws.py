@@ -169,6 +169,14 @@ def test_every_stage_and_world_size_equals_unsharded_training(name):
     assert_equivalent(step, small_params(), opt, batches_of(2), world_sizes=either((4,), (1, 4)))
 
 
+@pytest.mark.parametrize("name", cases(["lars"], TABLE))
+@pytest.mark.parametrize("n", [8, 16])
+def test_ranks_that_hold_only_padding_train_as_one_rank(name, n):
+    """Of a unit of 13 elements, or of one, most of 16 ranks have nothing but padding."""
+    opt, batches = TABLE[name].optimizer, [normal((16, 5), 100 + i) for i in range(2)]
+    assert_equivalent(train_step_for(small_loss, opt), small_params(), opt, batches, (3,), (n,))
+
+
 @examples(3, 80)
 @given(
     name=st.sampled_from(sorted(EXACT)),
@@ -176,7 +184,7 @@ def test_every_stage_and_world_size_equals_unsharded_training(name):
     rule=st.sampled_from([None, *sorted(RULES)]),
     tie=st.booleans(),
     stage=stages(),
-    n=world_sizes(),
+    n=world_sizes(either(8, 16)),
 )
 @example("lamb", {"first": torch.ones(()), "rest": [torch.ones(0), {"a": torch.ones(7)}]}, "one unit", True, 3, 8)
 @example("masked adam", {"first": torch.ones(5), "rest": [torch.ones(3, 3), None]}, "one unit", True, 1, 4)

@@ -53,7 +53,8 @@ def clip_by_expert(max_norm: Scalar, names: Sequence[str] = ("experts",)) -> Opt
     check_positive(max_norm=max_norm)
     if isinstance(names, str):
         names = (names,)
-    if not names or not all(isinstance(name, str) and "." not in name for name in names):
+    are_parts = isinstance(names, Sequence) and names and all(isinstance(x, str) and "." not in x for x in names)
+    if not are_parts:
         raise ValueError(f"names={names!r}: expected parts of the paths of experts, such as 'experts', without a dot")
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
@@ -93,31 +94,58 @@ def _layer_path(path: str, names: tuple[str, ...]) -> str | None:
 def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> Updates:
     """Scale the rows of each expert so that the norm of an expert's gradients is at most `max_norm`."""
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
+    layers = _layers_of_paths(paths, names)
+    plain = [
+        (i, layer)
+        for i, (x, layer) in enumerate(zip(entries, layers, strict=True))
+        if isinstance(x, torch.Tensor) and layer is not None
+    ]
+    units = _units_with_experts(paths, entries, layers)
+    sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
+    for i, layer in plain:
+        sums.setdefault((), []).append((layer, _row_sums(paths[i], entries[i])))
+    for u in units:
+        for axes, layer, squares in _row_sums_of_unit(u):
+            sums.setdefault(axes, []).append((layer, squares))
+    factors = _expert_factors(sums, max_norm)
+    out = list(entries)
+    for i, layer in plain:
+        out[i] = _multiply_by_expert(out[i], factors[layer].view(-1, *[1] * (out[i].ndim - 1)))
+    for u in units:
+        out[u.unit.members[0][0]] = _clip_unit(u, factors)
+    return tree.unflatten(structure, out)
+
+
+def _layers_of_paths(paths: Sequence[str], names: tuple[str, ...]) -> list[str | None]:
+    """Return the layer of each leaf, None for a leaf without experts.
+
+    Raises:
+        ValueError: if no leaf has experts, for then a wrong name would clip nothing.
+    """
     layers = [_layer_path(path, names) for path in paths]
     if paths and not any(layers):
         examples = ", ".join([repr(path) for path in paths[:3]])
+        rest = ", .." if len(paths) > 3 else ""
         raise ValueError(
-            f"names={names!r}: no leaf's path has such a part, of {examples}, ..: nothing would be clipped"
+            f"names={names!r}: no leaf's path has such a part, and the leaves are {examples}{rest}: "
+            "nothing would be clipped"
         )
-    plain = {i: x for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and layers[i] is not None}
-    sharded = [_expert_unit(unit, paths, layers) for unit in sharded_units(paths, entries)]
-    sharded = [u for u in sharded if any(layer is not None for layer in u.layers)]
-    sums: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
-    for i, x in plain.items():
-        sums.setdefault((), []).append((str(layers[i]), _row_sums(paths[i], x)))
-    for u in sharded:
-        for axes, layer, squares in _row_sums_of_unit(u):
-            sums.setdefault(axes, []).append((layer, squares))
-    scales = _expert_factors(sums, max_norm)
-    out = list(entries)
-    for i, x in plain.items():
-        out[i] = _multiply_by_expert(x, scales[str(layers[i])].view(-1, *[1] * (x.ndim - 1)))
-    for u in sharded:
-        box = u.unit.shard
-        ones = scales[next(layer for layer in u.layers if layer is not None)].new_ones(1)
-        table = torch.cat([ones if layer is None else scales[layer] for layer in (*u.layers, None)])
-        out[u.unit.members[0][0]] = Shard(_multiply_by_expert(box.data, table[_row_ids(u)]), box.spec_id)
-    return tree.unflatten(structure, out)
+    return layers
+
+
+def _units_with_experts(
+    paths: Sequence[str], entries: Sequence[Any], layers: Sequence[str | None]
+) -> list[_ExpertUnit]:
+    units = [_expert_unit(unit, paths, layers) for unit in sharded_units(paths, entries)]
+    return [u for u in units if any(layer is not None for layer in u.layers)]
+
+
+def _clip_unit(u: _ExpertUnit, factors: dict[str, torch.Tensor]) -> Shard:
+    """Multiply each element of a shard by the factor of its expert; those of other leaves, and the padding, by 1."""
+    box = u.unit.shard
+    one = factors[next(layer for layer in u.layers if layer is not None)].new_ones(1)
+    table = torch.cat([one if layer is None else factors[layer] for layer in (*u.layers, None)])
+    return Shard(_multiply_by_expert(box.data, table[_row_ids(u)]), box.spec_id)
 
 
 def _multiply_by_expert(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -147,8 +175,9 @@ def _row_ids(u: _ExpertUnit) -> torch.Tensor:
         max(math.prod(shape) // max(rows, 1), 1)
         for shape, rows in zip(spec.shapes, [b - a for a, b in zip(u.first, u.first[1:], strict=False)], strict=True)
     ]
-    row = torch.div(offset, tensor_on([*sizes, spec.shard_numel + 1], device=device)[leaf], rounding_mode="floor")
-    return tensor_on(u.first, device=device)[leaf] + row.clamp(min=0)
+    row = torch.div(offset, tensor_on([*sizes, 1], device=device)[leaf], rounding_mode="floor")
+    row = torch.where(leaf == len(sizes), 0, row)  # the padding is one row, however long it is
+    return tensor_on(u.first, device=device)[leaf] + row
 
 
 def _row_sums(path: str, x: torch.Tensor) -> torch.Tensor:
