@@ -89,7 +89,7 @@ _MODULE_OF = {
 }
 
 
-_ELSEWHERE = {  # names of other libraries
+_FOREIGN_NAMES = {  # names of other libraries
     "DDP": "fzero.shard(train_step, stage=0, mesh=mesh)",
     "DistributedDataParallel": "fzero.shard(train_step, stage=0, mesh=mesh)",
     "FSDP": "fzero.shard(train_step, stage=3, mesh=mesh)",
@@ -186,7 +186,7 @@ def __getattr__(name: str) -> Any:
     """Import a module, or the module of a function, at its first use."""
     if name not in _LAZY_MODULES and name not in _MODULE_OF:
         own = [f"fzero.{x}.{name}" for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
-        elsewhere = {name: " or ".join(own)} if own else _ELSEWHERE
+        elsewhere = {name: " or ".join(own)} if own else _FOREIGN_NAMES
         raise missing_attribute(f"module {__name__!r}", name, __all__, elsewhere, "fzero.{}")
     module = importlib.import_module(f"fzero.{_MODULE_OF.get(name, name)}")
     value = getattr(module, name) if name in _MODULE_OF else module

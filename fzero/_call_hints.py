@@ -64,7 +64,7 @@ _RATE = "the optimizer's rate: fzero.optim.adamw(fzero.optim.warmup_cosine(peak,
 _RESULTS = "not needed: a PerRank or a Shard differs by rank, and a plain value does not, which a simulation checks"
 _UNITS = "not needed: units of fzero.shard gather and reduce, and an unused leaf has a zero gradient"
 _REMAT = "fzero.remat(block), or fzero.nn.functional(module, remat=True)"
-_ELSEWHERE = {  # arguments of other libraries that another function of fzero replaces
+_FOREIGN_ARGUMENTS = {  # arguments of other libraries that another function of fzero replaces
     "axis_name": "axis=",
     "activation_checkpointing": _REMAT,
     "gradient_checkpointing": _REMAT,
@@ -226,7 +226,7 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
         words = _WORDS.get(name, ())
         known = [word for word in words if word in parameters]
         matches = known or difflib.get_close_matches(name, parameters, 1)
-        elsewhere = [_ELSEWHERE[word] for word in (name, *words) if word in _ELSEWHERE]
+        elsewhere = [_FOREIGN_ARGUMENTS[word] for word in (name, *words) if word in _FOREIGN_ARGUMENTS]
         if name in parameters:
             continue
         if elsewhere and not known:

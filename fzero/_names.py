@@ -1,6 +1,6 @@
 """Names that are not there: the error has what fzero has for another library's name, or the nearest name.
 
-A module or class has a table `_ELSEWHERE`: a name of another library, and what stands in its place here.
+A module or class has a table `_FOREIGN_NAMES`: a name of another library, and what stands in its place here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

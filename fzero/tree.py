@@ -339,7 +339,7 @@ def leaf_name(label: str, path: str) -> str:
     return f"{label} {first}" + (f", leaf {rest!r}" if rest else "")
 
 
-_ELSEWHERE = {  # names of other libraries
+_FOREIGN_NAMES = {  # names of other libraries
     "leaves": "fzero.tree.flatten(tree)[0]",
     "leaves_with_path": "fzero.tree.flatten_with_paths(tree)",
     "structure": "fzero.tree.flatten(tree)[1]",
@@ -351,4 +351,4 @@ _ELSEWHERE = {  # names of other libraries
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)
+    __getattr__ = missing_names(__name__, __all__, _FOREIGN_NAMES)

@@ -22,10 +22,10 @@ from tests.sources import ROOT, python_files
 TABLES = {
     name: importlib.import_module(name)
     for path in python_files("fzero")
-    if re.search(r"^_ELSEWHERE\b", path.read_text(), re.MULTILINE)
+    if re.search(r"^_FOREIGN_NAMES\b", path.read_text(), re.MULTILINE)
     for name in [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")]
 }
-OF_ARGUMENTS = ("fzero._call_hints", "fzero.optim.checks._torch_hints")
+TABLES_OF_ARGUMENTS = (_call_hints._FOREIGN_ARGUMENTS, _torch_hints._FOREIGN_ARGUMENTS)
 STEP = fzero.shard(lambda p, s, x: (p, s), 3, fzero.mesh(dp=2))
 FUNCTIONAL = fzero.nn.functional(torch.nn.Linear(2, 2))
 OBJECTS: dict[str, Any] = {
@@ -37,7 +37,7 @@ OBJECTS: dict[str, Any] = {
     "fzero.sharding._boxes": STEP.init({"w": torch.ones(4)}, optim.sgd(0.1))[0]["w"],
     "fzero.checkpoint._folder": fzero.checkpoint.checkpoints("/nowhere"),
 }
-ROWS = [(owner, name) for owner, module in TABLES.items() if owner not in OF_ARGUMENTS for name in module._ELSEWHERE]
+ROWS = [(owner, name) for owner, module in TABLES.items() for name in module._FOREIGN_NAMES]
 # what stands at the beginning of a hint, and the object that has the names after it
 ROOTS: dict[str, Any] = {
     "fzero": fzero,
@@ -55,12 +55,12 @@ PATHS = re.compile(rf"(?<![\w.])({'|'.join(ROOTS)})((?:\.[a-z]\w*)+)")
 
 @pytest.mark.parametrize("owner", sorted(TABLES))
 def test_every_table_of_names_has_an_owner_that_answers_by_it(owner):
-    assert owner in OBJECTS or owner in OF_ARGUMENTS or hasattr(TABLES[owner], "__getattr__")
+    assert owner in OBJECTS or hasattr(TABLES[owner], "__getattr__")
 
 
 @pytest.mark.parametrize(("owner", "name"), ROWS)
 def test_a_name_of_another_library_is_answered_with_names_that_are_there(owner, name):
-    value, hint = OBJECTS.get(owner, TABLES[owner]), TABLES[owner]._ELSEWHERE[name]
+    value, hint = OBJECTS.get(owner, TABLES[owner]), TABLES[owner]._FOREIGN_NAMES[name]
     assert not hasattr(value, name) and getattr(value, name, None) is None
     with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}: here it is {hint}")):
         getattr(value, name)
@@ -69,8 +69,8 @@ def test_a_name_of_another_library_is_answered_with_names_that_are_there(owner, 
 
 
 def test_the_hints_of_arguments_lead_to_names_that_are_there():
-    for owner in OF_ARGUMENTS:
-        for hint in TABLES[owner]._ELSEWHERE.values():
+    for table in TABLES_OF_ARGUMENTS:
+        for hint in table.values():
             for first, rest in PATHS.findall(hint):
                 operator.attrgetter(rest[1:])(ROOTS[first])
 
@@ -129,7 +129,8 @@ def names_of_the_vocabulary() -> set[str]:
 
 
 def test_every_name_of_the_vocabulary_is_answered_or_fzeros_own():
-    hints = {name for table in TABLES.values() for name in table._ELSEWHERE}
+    names = [module._FOREIGN_NAMES for module in TABLES.values()]
+    hints = {name for table in [*names, *TABLES_OF_ARGUMENTS] for name in table}
     arguments = {*_call_hints._WORDS, *_torch_hints._EQUIVALENT_ARGUMENTS}
     modules = [fzero, *[getattr(fzero, name) for name in fzero.__all__]]
     own = {name for module in modules for name in getattr(module, "__all__", ())}

@@ -124,7 +124,7 @@ def _run_id(files: Files, mesh: Mesh | None, make: bool) -> str:
     return all_gather_texts(run, mesh)[0] if mesh is not None and mesh.distributed else run
 
 
-_ELSEWHERE = {  # names of Orbax's CheckpointManager, of DeepSpeed's engine and of Accelerate
+_FOREIGN_NAMES = {  # names of Orbax's CheckpointManager, of DeepSpeed's engine and of Accelerate
     "load": "checkpoints.restore(like), of the newest step; fzero.load(path, like, mesh) reads any",
     "load_state": "checkpoints.restore(like)",
     "load_checkpoint": "checkpoints.restore(like)",
@@ -163,7 +163,7 @@ class Checkpoints:
         return None if self._memory is None or hosts is None else SharedMemory.of(self._memory, run, hosts)
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-        __getattr__ = missing_members(_ELSEWHERE)
+        __getattr__ = missing_members(_FOREIGN_NAMES)
 
     def __repr__(self) -> str:
         return f"Checkpoints({self._files.path!r}, keep={self._keep}, keep_every={self._keep_every})"

@@ -113,7 +113,7 @@ INTERNAL = [
     "wait_to_host",
 ]
 
-_ELSEWHERE = {  # names of other libraries
+_FOREIGN_NAMES = {  # names of other libraries
     "all_reduce": "fzero.collectives.psum",
     "reduce_scatter": "fzero.collectives.psum_scatter",
     "pbroadcast": "fzero.collectives.pvary",
@@ -131,4 +131,4 @@ _ELSEWHERE = {  # names of other libraries
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)
+    __getattr__ = missing_names(__name__, __all__, _FOREIGN_NAMES)

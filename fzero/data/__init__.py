@@ -11,7 +11,7 @@ from fzero.data._prefetch import prefetch
 
 __all__ = ["BatchPlan", "Batches", "Padding", "batch_plan", "batches", "epoch", "mean", "padding", "prefetch"]
 
-_ELSEWHERE = {  # names of torch's and Accelerate's loaders
+_FOREIGN_NAMES = {  # names of torch's and Accelerate's loaders
     "DataLoader": "fzero.data.batches(dataset, mesh, global_batch=32)",
     "StatefulDataLoader": "fzero.data.batches(dataset, mesh, global_batch=32), whose batches have numbers",
     "DistributedSampler": "fzero.data.batches(dataset, mesh, global_batch=32)",
@@ -22,4 +22,4 @@ _ELSEWHERE = {  # names of torch's and Accelerate's loaders
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)
+    __getattr__ = missing_names(__name__, __all__, _FOREIGN_NAMES)

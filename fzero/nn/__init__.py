@@ -37,7 +37,7 @@ INTERNAL = [
     "repeated_blocks",
 ]
 
-_ELSEWHERE = {  # names of torch.nn, flax and others
+_FOREIGN_NAMES = {  # names of torch.nn, flax and others
     "Module": "torch.nn.Module, which fzero.nn.functional takes apart",
     "Linear": "torch.nn.Linear, which fzero.nn.functional takes apart",
     "functional_call": "fzero.nn.functional",
@@ -49,4 +49,4 @@ _ELSEWHERE = {  # names of torch.nn, flax and others
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)
+    __getattr__ = missing_names(__name__, __all__, _FOREIGN_NAMES)

@@ -26,7 +26,7 @@ from fzero.zero import stand_ins
 __all__ = ["Functional", "functional", "mutable_buffers", "scratch_buffers", "tensors_of"]
 
 
-_ELSEWHERE = {  # names of torch.nn's modules
+_FOREIGN_NAMES = {  # names of torch.nn's modules
     "parameters": "model.params, a dict by name",
     "named_parameters": "model.params, a dict by name",
     "named_buffers": "model.buffers, a dict by name",
@@ -61,7 +61,7 @@ class Functional(NamedTuple):
     buffers: NamedTensors
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-        __getattr__ = missing_members(_ELSEWHERE)
+        __getattr__ = missing_members(_FOREIGN_NAMES)
 
 
 @api_boundary

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from fzero._names import missing_names
 from fzero.observe._lines import LineCost, Span, StackCost
 from fzero.observe._metrics import MetricsLog, Rows, log
-from fzero.observe._nonfinite import Nonfinite, Origin, nonfinite
+from fzero.observe._nonfinite import FirstCause, Nonfinite, nonfinite
 from fzero.observe._profile import Cost, Profile, profile
 from fzero.observe._writers import jsonl, progress, tensorboard
 
 __all__ = [
     "Cost",
+    "FirstCause",
     "LineCost",
     "MetricsLog",
     "Nonfinite",
-    "Origin",
     "Profile",
     "Rows",
     "Span",

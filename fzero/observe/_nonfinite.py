@@ -1,4 +1,4 @@
-"""nonfinite: run a step once, and report the origin of the first nan or infinity that reaches a result."""
+"""nonfinite: run a step once, and report the cause of the first nan or infinity that reaches a result."""
 
 import json
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, as_step
 from fzero.observe._nonfinite_leaves import nonfinite_parts
 from fzero.observe._nonfinite_tracker import NonFiniteTracker
-from fzero.observe._value_graph import ValueGraph, ValueOrigin, explain, pack, unpack
+from fzero.observe._value_graph import ValueCause, ValueGraph, explain, pack, unpack
 from fzero.ranks import Mesh, gather_texts
 
-__all__ = ["Nonfinite", "Origin", "nonfinite"]
+__all__ = ["FirstCause", "Nonfinite", "nonfinite"]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The argument or the operation that made a non-finite value.
+class FirstCause:
+    """The argument or the operation that made a non-finite value first.
 
     Attributes:
         ranks: the ranks that made it.
@@ -45,12 +45,12 @@ class Origin:
     backward: str
 
     @staticmethod
-    def of(origin: ValueOrigin | None) -> "Origin | None":
-        """Return the part of an origin that a report shows; None for None."""
-        if origin is None:
+    def of(cause: ValueCause | None) -> "FirstCause | None":
+        """Return the part of an cause that a report shows; None for None."""
+        if cause is None:
             return None
-        o = origin
-        return Origin(
+        o = cause
+        return FirstCause(
             ranks=o.ranks,
             leaf=o.leaf,
             operation=o.operation,
@@ -62,7 +62,7 @@ class Origin:
         )
 
     def lines(self, size: int) -> list[str]:
-        """Return the origin as lines of text, for a mesh of `size` ranks."""
+        """Return the cause as lines of text, for a mesh of `size` ranks."""
         prefix = f"{self.value} " if self.value else ""
         ranks = f" on {_format_ranks(self.ranks, size)}" if self.ranks and size > 1 else ""
         if self.leaf:
@@ -93,20 +93,20 @@ class Nonfinite:
         name: the name of the step.
         size: the number of ranks.
         results: the paths of the results that are not finite.
-        origin: the origin of the first non-finite value that reaches a result; None if all results are finite.
-        nan_origin: the operation that made nan of an infinity of `origin`, if one did.
+        cause: the cause of the first non-finite value that reaches a result; None if all results are finite.
+        nan_cause: the operation that made nan of an infinity of `cause`, if one did.
     """
 
     name: str
     size: int
     results: tuple[str, ...]
-    origin: Origin | None
-    nan_origin: Origin | None
+    cause: FirstCause | None
+    nan_cause: FirstCause | None
 
     @property
     def rank(self) -> int | None:
         """The first rank that made the non-finite value; None if there is none."""
-        return self.origin.ranks[0] if self.origin is not None and self.origin.ranks else None
+        return self.cause.ranks[0] if self.cause is not None and self.cause.ranks else None
 
     @property
     def finite(self) -> bool:
@@ -121,10 +121,10 @@ class Nonfinite:
             return f"{self.name}: all results are finite"
         more = f", and {len(self.results) - 3} more" if len(self.results) > 3 else ""
         lines = [f"{self.name}: not finite: {'; '.join(self.results[:3])}{more}"]
-        if self.origin is not None:
-            lines += self.origin.lines(self.size)
-        if self.nan_origin is not None:
-            lines += ["and then " + self.nan_origin.lines(self.size)[0], *self.nan_origin.lines(self.size)[1:]]
+        if self.cause is not None:
+            lines += self.cause.lines(self.size)
+        if self.nan_cause is not None:
+            lines += ["and then " + self.nan_cause.lines(self.size)[0], *self.nan_cause.lines(self.size)[1:]]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -132,7 +132,7 @@ class Nonfinite:
 
 @api_boundary
 def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
-    """Make a function that runs a step once, and reports the origin of the first nan or infinity that reaches a result.
+    """Make a function that runs a step once, and reports the cause of the first nan or infinity that reaches a result.
 
     The step runs eagerly, and each operation is inspected. That is slow, and meant for a single step whose loss is not
     finite. Simulated ranks run in lockstep. In a distributed run all ranks must call the function, and get the same
@@ -177,8 +177,8 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
             inner.name,
             size=size,
             results=results,
-            origin=Origin.of(explanation.origin),
-            nan_origin=Origin.of(explanation.nan_origin),
+            cause=FirstCause.of(explanation.cause),
+            nan_cause=FirstCause.of(explanation.nan_cause),
         )
 
     return find

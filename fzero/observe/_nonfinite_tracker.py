@@ -12,7 +12,7 @@ from fzero._torch.call_site import current_call_site
 from fzero._torch.memory import Memory, is_real, memory_of
 from fzero._torch.watched import WatchedOperation
 from fzero.axes import bound_axes
-from fzero.observe._value_graph import Edge, NonFiniteResult, NonFiniteValue, ValueGraph, ValueOrigin
+from fzero.observe._value_graph import Edge, NonFiniteResult, NonFiniteValue, ValueCause, ValueGraph
 
 __all__ = ["NonFiniteTracker", "nonfinite_kind"]
 
@@ -111,10 +111,8 @@ class NonFiniteTracker:
         kind = nonfinite_kind(x)
         if kind:
             # a mask of -inf in the batch is intended, so it is reported only if nothing else is found
-            origin = ValueOrigin(
-                self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above
-            )
-            self._remember([x], self._record(kind.nan, [], origin))
+            cause = ValueCause(self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above)
+            self._remember([x], self._record(kind.nan, [], cause))
 
     def record_result(self, x: torch.Tensor, path: str) -> None:
         """Record a result if it is not finite."""
@@ -143,7 +141,7 @@ class NonFiniteTracker:
             return
         parents = list(dict.fromkeys(parents))
         first = not parents or (kind.nan and not any(e.nan for e in parents))
-        number = self._record(kind.nan, parents, self._origin(operation, kind) if first else None)
+        number = self._record(kind.nan, parents, self._cause(operation, kind) if first else None)
         self._remember([x for x, k in kinds if k], number)
 
     def _record_messages(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
@@ -152,10 +150,10 @@ class NonFiniteTracker:
         is_receive = "recv" in operation.name
         if not is_receive:
             self.graph.operands.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
-        origin = self._origin(operation, _FINITE, with_inputs=False)
+        cause = self._cause(operation, _FINITE, with_inputs=False)
 
         def record_received(nan: bool) -> int:
-            return self._record(nan, [], origin, collective)
+            return self._record(nan, [], cause, collective)
 
         self._watch_memory(
             [*results, *operation.mutated_arguments, *(operation.arguments if is_receive else ())], record_received
@@ -163,11 +161,11 @@ class NonFiniteTracker:
 
     def _record_early_read(self, operation: WatchedOperation) -> Callable[[bool], int]:
         """Return a function that records a read of uninitialized memory. It must not keep the tensors alive."""
-        operation, origin = WatchedOperation(operation.name, [], [], []), list[ValueOrigin]()
+        operation, cause = WatchedOperation(operation.name, [], [], []), list[ValueCause]()
 
         def record_read(nan: bool) -> int:
-            origin[:] = origin or [self._origin(operation, _FINITE, with_inputs=False)]
-            return self._record(nan, [], origin[0])
+            cause[:] = cause or [self._cause(operation, _FINITE, with_inputs=False)]
+            return self._record(nan, [], cause[0])
 
         return record_read
 
@@ -217,28 +215,28 @@ class NonFiniteTracker:
             self._remember([x], numbers[0])
         return [Edge(n, kind.nan and self.graph.values[n].nan) for n in numbers]
 
-    # Origins.
+    # Causes.
 
-    def _record(self, nan: bool, parents: list[Edge], origin: ValueOrigin | None, collective: int | None = None) -> int:
-        self.graph.values.append(NonFiniteValue(nan, parents, origin, collective))
+    def _record(self, nan: bool, parents: list[Edge], cause: ValueCause | None, collective: int | None = None) -> int:
+        self.graph.values.append(NonFiniteValue(nan, parents, cause, collective))
         return len(self.graph.values) - 1
 
     def _record_captured(self, kind: _Kind, operation: WatchedOperation) -> int:
         """Record a tensor from before the call that is not an argument: one that a function captured."""
-        origin = self._origin(operation, kind, with_inputs=False)
+        cause = self._cause(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
         is_intended = not kind.nan and not kind.above
-        return self._record(kind.nan, [], ValueOrigin(**{**vars(origin), "leaf": leaf, "is_intended": is_intended}))
+        return self._record(kind.nan, [], ValueCause(**{**vars(cause), "leaf": leaf, "is_intended": is_intended}))
 
     def _order(self) -> tuple[int, int, int]:
         return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.graph.values)
 
-    def _origin(self, operation: WatchedOperation, kind: _Kind, with_inputs: bool = True) -> ValueOrigin:
+    def _cause(self, operation: WatchedOperation, kind: _Kind, with_inputs: bool = True) -> ValueCause:
         """Return what is known of the operation that made a value non-finite: its line, code and inputs."""
         site = current_call_site()
         file, _, number = site.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")
-        return ValueOrigin(
+        return ValueCause(
             order=self._order(),
             ranks=tuple(range(self.size)) if site.collective else self._current_rank(),
             operation=f"{name}, in a collective" if site.collective else name,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Edge", "NonFiniteResult", "NonFiniteValue", "ValueGraph", "ValueOrigin", "explain", "pack", "unpack"]
+__all__ = ["Edge", "NonFiniteResult", "NonFiniteValue", "ValueCause", "ValueGraph", "explain", "pack", "unpack"]
 
 
 class Edge(NamedTuple):
@@ -15,8 +15,8 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ValueOrigin:
-    """The origin of a value.
+class ValueCause:
+    """The cause of a value.
 
     Attributes:
         order: its order in time: the number of collectives before it, the rank of the process, the number of the value.
@@ -50,13 +50,13 @@ class NonFiniteValue:
     Attributes:
         nan: whether it holds nan, and not only infinities.
         parents: the values that it was made of.
-        origin: its origin, if it may be the first non-finite value.
+        cause: its cause, if it may be the first non-finite value.
         collective: the number of the collective, if the value came from other ranks.
     """
 
     nan: bool
     parents: list[Edge]
-    origin: ValueOrigin | None = None
+    cause: ValueCause | None = None
     collective: int | None = None
 
 
@@ -88,38 +88,36 @@ def unpack(data: Any) -> ValueGraph:
     def edges(items: Any) -> list[Edge]:
         return [Edge(*e) for e in items]
 
-    def origin(o: Any) -> ValueOrigin | None:
-        return o and ValueOrigin(**{**o, "order": tuple(o["order"]), "ranks": tuple(o["ranks"])})
+    def cause(o: Any) -> ValueCause | None:
+        return o and ValueCause(**{**o, "order": tuple(o["order"]), "ranks": tuple(o["ranks"])})
 
-    values = [
-        NonFiniteValue(m["nan"], edges(m["parents"]), origin(m["origin"]), m["collective"]) for m in data["values"]
-    ]
+    values = [NonFiniteValue(m["nan"], edges(m["parents"]), cause(m["cause"]), m["collective"]) for m in data["values"]]
     results = [NonFiniteResult(path, nan, edges(parents)) for path, nan, parents in data["results"]]
     return ValueGraph(values, results, {int(k): edges(items) for k, items in data["operands"].items()})
 
 
 class _Explanation(NamedTuple):
-    """The origin of non-finite results, and the origin of the nan that was made of an infinity."""
+    """The cause of non-finite results, and the cause of the nan that was made of an infinity."""
 
-    origin: ValueOrigin | None
-    nan_origin: ValueOrigin | None
+    cause: ValueCause | None
+    nan_cause: ValueCause | None
 
 
 _Node = tuple[int, int]  # a process, and the number of a value in its graph
 
 
 def explain(graphs: Sequence[ValueGraph]) -> _Explanation:
-    """Find the origin of the non-finite results of all processes."""
+    """Find the cause of the non-finite results of all processes."""
     results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
     nans = _walk_back(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
     for node in _in_time(graphs, nans):
         sources = _walk_back(graphs, [parent for parent, _ in _parents_of(graphs, node)], nan=False)
-        first = [n for n in _in_time(graphs, sources) if not _origin_of(graphs, n).is_intended]
+        first = [n for n in _in_time(graphs, sources) if not _cause_of(graphs, n).is_intended]
         if first:
             return _Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
         return _Explanation(_with_all_ranks(graphs, node, nans), None)
     infinities = _walk_back(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
-    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _origin_of(graphs, n).is_intended)
+    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _cause_of(graphs, n).is_intended)
     return _Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
 
@@ -147,27 +145,27 @@ def _walk_back(graphs: Sequence[ValueGraph], start: Iterable[_Node], nan: bool) 
         visited.add(node)
         sources = [source for source, is_nan in _parents_of(graphs, node) if is_nan or not nan]
         stack += sources
-        if not sources and graphs[node[0]].values[node[1]].origin is not None:
+        if not sources and graphs[node[0]].values[node[1]].cause is not None:
             ends.add(node)
     return ends
 
 
-def _origin_of(graphs: Sequence[ValueGraph], node: _Node) -> ValueOrigin:
-    origin = graphs[node[0]].values[node[1]].origin
-    assert origin is not None
-    return origin
+def _cause_of(graphs: Sequence[ValueGraph], node: _Node) -> ValueCause:
+    cause = graphs[node[0]].values[node[1]].cause
+    assert cause is not None
+    return cause
 
 
 def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[_Node]) -> list[_Node]:
-    return sorted(nodes, key=lambda n: _origin_of(graphs, n).order)
+    return sorted(nodes, key=lambda n: _cause_of(graphs, n).order)
 
 
-def _with_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueOrigin:
-    """Return the origin of a value, with all ranks that made a value at the same source."""
-    origin, origins = _origin_of(graphs, node), [_origin_of(graphs, n) for n in nodes]
+def _with_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueCause:
+    """Return the cause of a value, with all ranks that made a value at the same source."""
+    cause, causes = _cause_of(graphs, node), [_cause_of(graphs, n) for n in nodes]
 
-    def source(o: ValueOrigin) -> Any:
+    def source(o: ValueCause) -> Any:
         return o.leaf, o.operation, o.line, o.backward
 
-    ranks = sorted({r for o in origins if source(o) == source(origin) for r in o.ranks})
-    return ValueOrigin(**{**asdict(origin), "ranks": tuple(ranks)})
+    ranks = sorted({r for o in causes if source(o) == source(cause) for r in o.ranks})
+    return ValueCause(**{**asdict(cause), "ranks": tuple(ranks)})

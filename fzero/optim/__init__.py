@@ -167,7 +167,7 @@ INTERNAL = [
     "watch_roles",
 ]
 
-_ELSEWHERE = {  # names of other libraries
+_FOREIGN_NAMES = {  # names of other libraries
     "warmup_cosine_decay_schedule": "fzero.optim.warmup_cosine",
     "cosine_decay_schedule": "fzero.optim.warmup_cosine with warmup_steps=0",
     "warmup_exponential_decay_schedule": "fzero.optim.join_schedules of linear and exponential_decay",
@@ -191,4 +191,4 @@ _ELSEWHERE = {  # names of other libraries
 }
 
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__, _ELSEWHERE)
+    __getattr__ = missing_names(__name__, __all__, _FOREIGN_NAMES)

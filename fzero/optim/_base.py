@@ -73,7 +73,7 @@ class OptimizerLike(Protocol):
         ...
 
 
-_ELSEWHERE = {  # names of torch.optim's optimizers
+_FOREIGN_NAMES = {  # names of torch.optim's optimizers
     "step": "updates, opt_state = opt.update(grads, opt_state, params), and optim.apply_updates(params, updates)",
     "zero_grad": "not needed: fzero.value_and_grad returns gradients and keeps none",
     "param_groups": "optim.by_group((opt, mask), ...); a rate that changes is a schedule",
@@ -145,7 +145,7 @@ class Optimizer:
         return iter((self.init, self.update))
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-        __getattr__ = missing_members(_ELSEWHERE)
+        __getattr__ = missing_members(_FOREIGN_NAMES)
 
     def cast_and_offload(self, params: Params) -> Params:
         """Cast parameters to the dtypes of `precision`, and move their share to the host, after the state is made.

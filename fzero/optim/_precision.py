@@ -36,7 +36,7 @@ class _GradientDtypes(NamedTuple):
     reduce_key: CodecKey | None = None
 
 
-_ELSEWHERE = {  # names of FSDP2's MixedPrecisionPolicy and of jmp's Policy
+_FOREIGN_NAMES = {  # names of FSDP2's MixedPrecisionPolicy and of jmp's Policy
     "param_dtype": "precision.param",
     "compute_dtype": "precision.param",
     "output_dtype": "the model's: outputs are not cast, and losses may be, loss.float()",
@@ -123,7 +123,7 @@ class Precision:
             )
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-        __getattr__ = missing_members(_ELSEWHERE)
+        __getattr__ = missing_members(_FOREIGN_NAMES)
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -114,7 +114,7 @@ def _create_joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]
     return tuple(groups)
 
 
-_ELSEWHERE = {  # names of torch's DeviceMesh and of JAX's Mesh
+_FOREIGN_NAMES = {  # names of torch's DeviceMesh and of JAX's Mesh
     "get_group": "the name of an axis, which fzero.collectives take; mesh.device_mesh has the process groups",
     "get_all_groups": "the names of axes, which fzero.collectives take; mesh.device_mesh has the process groups",
     "get_local_rank": "mesh.index(axis), and within a step fzero.axes.axis_index(axis)",
@@ -153,7 +153,7 @@ class Mesh:
     within: tuple[tuple[str, int], ...] = ()
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-        __getattr__ = missing_members(_ELSEWHERE)
+        __getattr__ = missing_members(_FOREIGN_NAMES)
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> "Mesh":
         """Return the mesh of the ranks that differ from this rank only along these axes.

@@ -25,7 +25,7 @@ from fzero.tree import is_box
 __all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "is_box", "mark_donated", "unwrap_per_rank"]
 
 
-_ELSEWHERE = {  # names of torch's DTensor and of JAX's arrays
+_FOREIGN_NAMES = {  # names of torch's DTensor and of JAX's arrays
     "full_tensor": "fzero.gather(tree), outside a step step.gather(tree)",
     "to_local": "box.data, this rank's elements",
     "from_local": "step.partition(tree) of full tensors",
@@ -66,7 +66,7 @@ class _Box:
             _check_not_donated(self)
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
             raise AttributeError(f"{self!r} has no {name!r}: it is a box and not a tensor; {self.hint}")
-        raise missing_attribute(f"{type(self).__name__!r} object", name, (), _ELSEWHERE)
+        raise missing_attribute(f"{type(self).__name__!r} object", name, (), _FOREIGN_NAMES)
 
 
 def _check_not_donated(box: Any) -> None:

@@ -73,12 +73,12 @@ class OwnerAssignment:
 
     Attributes:
         ranks: the number of ranks, N.
-        shards: the number of elements of each unit's shard.
+        shard_numels: the number of elements of each unit's shard.
         matrices: the matrices of all units.
     """
 
     ranks: int
-    shards: tuple[int, ...]
+    shard_numels: tuple[int, ...]
     matrices: tuple[Matrix, ...]
 
     @cached_property
@@ -117,7 +117,7 @@ class OwnerAssignment:
         """The ranges that each rank sends to each owner."""
         table: list[list[list[_OwnedRange]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
         for i, m in enumerate(self.matrices):
-            k, stop = self.shards[m.unit], m.start + m.rows * m.columns
+            k, stop = self.shard_numels[m.unit], m.start + m.rows * m.columns
             for sender in range(m.start // k, -(-stop // k)) if stop > m.start else ():
                 first, last = max(m.start, sender * k), min(stop, sender * k + k)
                 part = table[sender][self.owner[i]]
@@ -142,9 +142,9 @@ _ASSIGNMENTS = Registry[OwnerAssignment]()
 
 
 @assume_constant_result
-def intern_assignment(ranks: int, shards: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
+def intern_assignment(ranks: int, shard_numels: tuple[int, ...], matrices: tuple[Matrix, ...]) -> int:
     """Intern an assignment, and return its id: equal assignments have one id."""
-    return _ASSIGNMENTS.id_of(OwnerAssignment(ranks, shards, tuple([Matrix(*m) for m in matrices])))
+    return _ASSIGNMENTS.id_of(OwnerAssignment(ranks, shard_numels, tuple([Matrix(*m) for m in matrices])))
 
 
 def assignment_of(assignment_id: int) -> OwnerAssignment:
@@ -172,12 +172,12 @@ def _parts_to_shards(assignment: OwnerAssignment, rank: int, xs: Tensors) -> lis
     """Put the ranges of parts `[.., N, c]` back into shards `[.., k]`; all other elements are zeros."""
     (buffer,) = xs
     # for each unit its ranges: start, size, owner, offset
-    by_unit: list[list[tuple[int, int, int, int]]] = [[] for _ in assignment.shards]
+    by_unit: list[list[tuple[int, int, int, int]]] = [[] for _ in assignment.shard_numels]
     for owner, part in enumerate(assignment.ranges[rank]):
         for p in part:
             by_unit[assignment.matrices[p.matrix].unit].append((p.start, p.size, owner, p.offset))
     shards = []
-    for k, ranges in zip(assignment.shards, by_unit, strict=True):
+    for k, ranges in zip(assignment.shard_numels, by_unit, strict=True):
         end = 0
         parts: list[torch.Tensor] = []
         for start, size, owner, offset in sorted(ranges):

@@ -44,7 +44,7 @@ from fzero.zero._unit_buffers import in_unit_buffers
 __all__ = ["ShardedStep"]
 
 
-_ELSEWHERE = {  # names of DeepSpeed's engine, of FSDP's modules and of Accelerate
+_FOREIGN_NAMES = {  # names of DeepSpeed's engine, of FSDP's modules and of Accelerate
     "backward": "fzero.value_and_grad(loss_fn)(params, batch) within train_step, which takes gradients",
     "step": "a call: params, opt_state, loss = step(params, opt_state, batch)",
     "train_batch": "a call: params, opt_state, loss = step(params, opt_state, batch)",
@@ -214,7 +214,7 @@ class ShardedStep:
         return Spmd(self.mesh, f, self.axis, self.rules)
 
     if not TYPE_CHECKING:  # a type checker finds a missing name itself
-        __getattr__ = missing_members(_ELSEWHERE)
+        __getattr__ = missing_members(_FOREIGN_NAMES)
 
     def on_mesh(self, mesh: Mesh) -> "ShardedStep":
         """Return the same step on another mesh with the same axes."""

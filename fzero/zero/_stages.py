@@ -44,7 +44,7 @@ class StageLayouts(NamedTuple):
 
 # The layouts of parameters, and those of the optimizer's state, that a step can hold beside each layout of gradients:
 # a full gradient updates full parameters, and the shard of a gradient updates the state of this shard.
-_BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
+_ALLOWED_WITH_GRADS: dict[str, dict[str, tuple[str, ...]]] = {
     "replicated": {"params": ("replicated",), "opt_state": ("replicated",)},
     "once": {"params": ("replicated", "sharded"), "opt_state": ("sharded",)},
     "each": {"params": ("replicated", "sharded"), "opt_state": ("sharded",)},
@@ -59,8 +59,8 @@ def _stage_table(*rows: StageLayouts) -> tuple[StageLayouts, ...]:
             field, its value and the values that it may have.
     """
     for stage, row in enumerate(rows):
-        check_choice(f"stage {stage}, {row}: grads", row.grads, tuple(_BESIDE))
-        for field, choices in _BESIDE[row.grads].items():
+        check_choice(f"stage {stage}, {row}: grads", row.grads, tuple(_ALLOWED_WITH_GRADS))
+        for field, choices in _ALLOWED_WITH_GRADS[row.grads].items():
             check_choice(f"stage {stage}, {row}: beside grads={row.grads!r}, {field}", getattr(row, field), choices)
         if (twin := rows.index(row)) < stage:
             raise ValueError(f"stage {stage}, {row}: stage {twin} is this row; a further stage differs in a field")

@@ -216,9 +216,9 @@ def test_values_that_a_folder_cannot_hold_are_refused(tmp_path):
         fzero.checkpoint.hf.write(tmp_path, {"x": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(ValueError, match=r"leaves 'a' and 'b' have one name, 'w'"):
         fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)}, name=lambda path: "w")
-    for given_ in (3, "", "__metadata__"):
-        with pytest.raises(TypeError, match=rf"name\('a'\) returned {given_!r}: expected a tensor's name"):
-            fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1)}, name=lambda path, given_=given_: given_)  # pyright: ignore
+    for result in (3, "", "__metadata__"):
+        with pytest.raises(TypeError, match=rf"name\('a'\) returned {result!r}: expected a tensor's name"):
+            fzero.checkpoint.hf.write(tmp_path, {"a": torch.zeros(1)}, name=lambda path, result=result: result)  # pyright: ignore
     with pytest.raises(ValueError, match=r"folder='s3://b/m' is a URL: expected a local folder"):
         fzero.checkpoint.hf.write("s3://b/m", {"a": torch.zeros(1)})
     with pytest.raises(TypeError, match=r"dtype=torch.int8: expected a floating dtype"):

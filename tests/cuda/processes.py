@@ -48,7 +48,7 @@ def variables(lazy: bool = False) -> dict[str, str]:
 
 
 @functools.cache
-def facts(
+def measure_task(
     task: str,
     backend: str,
     *stages: int,

@@ -13,8 +13,8 @@ from tests.mutants.changes import becomes
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_breaks_its_law(name, tmp_path):
     fault = FAULTS[name]
-    assert fault.law(processes.facts(fault.task, fault.backend, 3)[3])
-    broken = processes.facts(fault.task, fault.backend, 3, root=plant(fault, tmp_path))
+    assert fault.law(processes.measure_task(fault.task, fault.backend, 3)[3])
+    broken = processes.measure_task(fault.task, fault.backend, 3, root=plant(fault, tmp_path))
     assert not fault.law(broken[3])
 
 
@@ -22,7 +22,7 @@ def test_the_sanitizer_finds_a_copy_that_starts_before_its_source_is_written(tmp
     change = becomes("A = B(C).copy_(C, non_blocking=True)", ON_ANOTHER_STREAM)
     fault = FAULTS["a block is freed while a copy reads it"]._replace(change=change)
     with pytest.raises(AssertionError, match="CUDASanitizerErrors"):
-        processes.facts(fault.task, fault.backend, 3, root=plant(fault, tmp_path), sanitizer=True)
+        processes.measure_task(fault.task, fault.backend, 3, root=plant(fault, tmp_path), sanitizer=True)
 
 
 def plant(fault: LaneFault, folder: pathlib.Path) -> pathlib.Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda.processes import facts
+from tests.cuda.processes import measure_task
 
 CALLS = ("kernel", "product", "fill", "collective", "copy", "graph")
 
@@ -14,7 +14,7 @@ def calls(step: dict) -> dict[str, int]:
 @pytest.mark.parametrize("backend", ("fx", "inductor"))
 @pytest.mark.parametrize("task", ["dense", "dense, 4 micro-batches", "experts, capacity"])
 def test_a_recorded_step_is_one_graph_and_at_most_three_other_calls(task, backend):
-    for stage, step in facts(task, backend, device_graph=True).items():
+    for stage, step in measure_task(task, backend, device_graph=True).items():
         assert step["counts"]["graph"] == 1, f"stage {stage}"
         assert sum(calls(step).values()) <= 4, f"stage {stage}: {calls(step)}"
         assert step["waits"] == [], f"stage {stage}"
@@ -29,4 +29,4 @@ def test_a_recorded_step_is_one_graph_and_at_most_three_other_calls(task, backen
 )
 def test_a_step_that_needs_the_host_is_refused(task, reason):
     with pytest.raises(AssertionError, match=f"device_graph=True cannot record .*{reason}"):
-        facts(task, "fx", 3, device_graph=True)
+        measure_task(task, "fx", 3, device_graph=True)

@@ -3,14 +3,14 @@
 import pytest
 
 from tests.cuda.log import WAITS, is_flash_attention
-from tests.cuda.processes import facts, has_gpu, targets
+from tests.cuda.processes import has_gpu, measure_task, targets
 
 ARCHITECTURES = {"A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a"}
 HALF_PRODUCTS = {"cublasLtMatmul", "cublasGemmEx", "cublasGemmStridedBatchedEx"}  # the others are of float32 or float64
 
 
 def kernels(backend: str, card: str) -> list[str]:
-    return facts("toy, bfloat16", backend, 3, card="" if has_gpu() else card)[3]["kernels"]
+    return measure_task("toy, bfloat16", backend, 3, card="" if has_gpu() else card)[3]["kernels"]
 
 
 @pytest.mark.parametrize("card", ARCHITECTURES)
@@ -38,7 +38,7 @@ def test_float8_products_are_float8_kernels(task, backend):
 
     torch checks the form of the operands on the way to cuBLAS, as on a card.
     """
-    actual = facts(task, backend, 3, card="H100")[3]
+    actual = measure_task(task, backend, 3, card="H100")[3]
     assert {name for name in actual["kernels"] if name.startswith("cublas")} == {"cublasLtMatmul of float8"}
     assert actual["counts"]["product"] == 4 * 4 * 3 and not {*WAITS} & actual["counts"].keys()
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.cuda.processes import facts, peer
+from tests.cuda.processes import measure_task, peer
 
 FX = "an operation is a launch: 12 forward and 20 backward are as many as the goal, and an update of 4 units takes 60"
 EAGER = "AdamW's formula takes 15 launches for all units together, where torch's fused kernel takes 1"
 
 
 def kernels(backend: str, stage: int = 3) -> int:
-    return facts("dense", backend, stage, ranks=2)[stage]["counts"]["kernel"]
+    return measure_task("dense", backend, stage, ranks=2)[stage]["counts"]["kernel"]
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_a_step_has_no_more_collectives_than_fsdp2():
     def collectives(counts: dict[str, int]) -> int:
         return sum(n for name, n in counts.items() if name.startswith("collective"))
 
-    ours = facts("dense", "inductor", 3, ranks=2)[3]["counts"]
+    ours = measure_task("dense", "inductor", 3, ranks=2)[3]["counts"]
     assert collectives(ours) <= collectives(peer(compiled=True)["counts"])

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fzero.graph.planning._caching_allocator import simulate_allocator
-from tests.cuda.processes import facts, run
+from tests.cuda.processes import measure_task, run
 from tests.cuda.steps import LLAMA, MIXTRAL
 
 MODELS = [("gpt-1.5b", "fx"), ("bert-large", "fx"), ("bert-large", "inductor"), ("vit-g", "fx")]
@@ -17,8 +17,8 @@ STAGES = {LLAMA: (1, 2, 3), MIXTRAL: (0, 1, 2, 3)}  # on 64 ranks; Llama's stage
 
 def models(model: str, backend: str, expandable: bool = False) -> dict:
     if model in STAGES:
-        return facts(model, backend, *STAGES[model], ranks=64, lazy=True, expandable=expandable)
-    return facts(model, backend, lazy=True, expandable=expandable)
+        return measure_task(model, backend, *STAGES[model], ranks=64, lazy=True, expandable=expandable)
+    return measure_task(model, backend, lazy=True, expandable=expandable)
 
 
 def planned(step: dict) -> int:

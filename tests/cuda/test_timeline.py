@@ -4,7 +4,7 @@ import pytest
 
 from fzero import tuning
 from tests.cuda.log import Event
-from tests.cuda.processes import facts, has_gpu
+from tests.cuda.processes import has_gpu, measure_task
 from tests.cuda.steps import LLAMA
 from tests.cuda.streams import COMPUTE
 from tests.cuda.timeline import Timeline, timeline
@@ -17,7 +17,7 @@ GAPS = (
 
 
 def step() -> dict:
-    return facts(LLAMA, "fx", 3, ranks=64, lazy=True, timed=True)[3]
+    return measure_task(LLAMA, "fx", 3, ranks=64, lazy=True, timed=True)[3]
 
 
 def test_each_gather_is_issued_before_the_compute_that_hides_it():

@@ -247,12 +247,12 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
     broken = loss_of(4, depth=5, block=breaks)
     step: Any = fzero.shard(step_of(broken), 2, mesh, split=broken.split)
     result = fzero.observe.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
-    assert result.origin is not None and result.origin.operation == "log" and result.rank == 0  # of the first stage
+    assert result.cause is not None and result.cause.operation == "log" and result.rank == 0  # of the first stage
     params["blocks"][3]["w"][2, 2] = float("nan")
     loss = loss_of(4, depth=5)
     step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
     result = fzero.observe.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
-    assert result.origin is not None and result.origin.leaf == "argument 0, leaf 'blocks.3.w'" and result.rank == 1
+    assert result.cause is not None and result.cause.leaf == "argument 0, leaf 'blocks.3.w'" and result.rank == 1
 
     params = params_of(5)
     jitted = fzero.jit(step, backend="fx")

@@ -143,19 +143,19 @@ def what_is_not_finite_is_blamed_on_its_rank(mesh: fzero.ranks.Mesh) -> None:
             assert fzero.observe.nonfinite(step)(*state, mesh.split(x)).finite
             x[-1, -1] = -2 if loss is log_of_negative else -1
             result = fzero.observe.nonfinite(step)(*state, mesh.split(x))
-            assert result.origin is not None and result.origin.ranks == (last,), result
-            assert (result.origin.operation, result.origin.line) == (operation, line_of(loss)), result
+            assert result.cause is not None and result.cause.ranks == (last,), result
+            assert (result.cause.operation, result.cause.line) == (operation, line_of(loss)), result
             texts = gather_texts(str(result), mesh, "report")
             assert len(set(texts)) == 1 and "result 0, leaf 'n'" in result.results, texts
         mine = mesh.local(torch.full((2, 3), torch.nan if mesh.rank == last else 1.0))
         result = fzero.observe.nonfinite(step)(*state, mine)
-        assert result.origin is not None and result.origin.leaf == "argument 2" and result.rank == last, result
+        assert result.cause is not None and result.cause.leaf == "argument 2" and result.rank == last, result
     result = fzero.observe.nonfinite(mesh.spmd(lambda x: fzero.collectives.psum(x.sum())))(
         mesh.local(torch.tensor([40000.0]).half())
     )
-    assert result.origin is not None and result.origin.ranks == tuple(range(mesh.size)), result
+    assert result.cause is not None and result.cause.ranks == tuple(range(mesh.size)), result
     result = fzero.observe.nonfinite(mesh.spmd(fzero.collectives.psum))(mesh.local(torch.tensor(-torch.inf)))
-    assert result.origin is not None and result.origin.leaf == "argument 0" and result.rank == 0, result
+    assert result.cause is not None and result.cause.leaf == "argument 0" and result.rank == 0, result
 
 
 @case

@@ -58,5 +58,5 @@ def check(row: Row) -> None:
         action()
 
 
-def vag(f: Any = loss_of, **options: Any) -> Any:
+def value_and_grad(f: Any = loss_of, **options: Any) -> Any:
     return fzero.value_and_grad(f, **options)

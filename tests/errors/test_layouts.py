@@ -23,28 +23,28 @@ from tests.errors.helpers import (
     run,
     spmd,
     step_of,
-    vag,
+    value_and_grad,
 )
 from tests.helpers import LEAST
 
-RECUT = r"was sharded for dp=2, and this mesh has dp=4; gather it with the step that sharded it.*step.partition"
+OTHER_MESH = r"was sharded for dp=2, and this mesh has dp=4; gather it with the step that sharded it.*step.partition"
 
 
 LAYOUTS: dict[str, Row] = {
     "a state sharded for another mesh": (
         lambda: run(2, PARAMS, init(2)[1], FOUR),
         ValueError,
-        rf"argument 1, leaf 'mu.a.w' {RECUT}",
+        rf"argument 1, leaf 'mu.a.w' {OTHER_MESH}",
     ),
     "parameters sharded for another mesh": (
         lambda: run(3, init(3)[0], init(3, FOUR)[1], FOUR),
         ValueError,
-        rf"argument 0, leaf 'a.w' {RECUT}",
+        rf"argument 0, leaf 'a.w' {OTHER_MESH}",
     ),
     "parameters sharded for another mesh, gathered": (
         lambda: step_of(3, FOUR).gather(BOXES),
         ValueError,
-        rf"leaf 'a.w' {RECUT}",
+        rf"leaf 'a.w' {OTHER_MESH}",
     ),
     "parameters sharded for another mesh, in a rank program": (
         lambda: FOUR.spmd(fzero.gather)(BOXES),
@@ -94,7 +94,7 @@ LAYOUTS: dict[str, Row] = {
         r"leaf 'bias' lies in the shard of unit 'a', which is not in this tree; pass a tree that holds whole units",
     ),
     "gradients of part of a unit": (
-        lambda: spmd(lambda p: vag()(p, X)[0], {"bias": BOXES["a"]["b"]}),
+        lambda: spmd(lambda p: value_and_grad()(p, X)[0], {"bias": BOXES["a"]["b"]}),
         ValueError,
         r"leaf 'bias' lies in the shard of unit 'a', which is not in this tree",
     ),
@@ -104,7 +104,7 @@ LAYOUTS: dict[str, Row] = {
         r"axis 'dp' is not bound here: no rank program is running; .* outside of one step.gather",
     ),
     "value_and_grad of boxes outside a rank program": (
-        lambda: vag()(BOXES, X),
+        lambda: value_and_grad()(BOXES, X),
         ValueError,
         r"axis 'dp' is not bound here: no rank program is running",
     ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fzero
-from tests.errors.helpers import PARAMS, PIECES, SHARD, STAGES, Row, X, check, init, loss_of, run, spmd, vag
+from tests.errors.helpers import PARAMS, PIECES, SHARD, STAGES, Row, X, check, init, loss_of, run, spmd, value_and_grad
 
 COLLECTIVES: dict[str, Row] = {
     "arithmetic with a value that mesh.split made": (
@@ -97,90 +97,98 @@ def pair_loss(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 DIFFERENTIATION: dict[str, Row] = {
-    "reduce": (lambda: vag(reduce="avg"), ValueError, r"reduce='avg': expected \"mean\", \"weighted\" or \"sum\""),
-    "no micro-batch": (lambda: vag(micro_batches=0), ValueError, r"micro_batches=0: expected an int, at least 1"),
+    "reduce": (
+        lambda: value_and_grad(reduce="avg"),
+        ValueError,
+        r"reduce='avg': expected \"mean\", \"weighted\" or \"sum\"",
+    ),
+    "no micro-batch": (
+        lambda: value_and_grad(micro_batches=0),
+        ValueError,
+        r"micro_batches=0: expected an int, at least 1",
+    ),
     "negative micro-batches": (
-        lambda: vag(micro_batches=-2),
+        lambda: value_and_grad(micro_batches=-2),
         ValueError,
         r"micro_batches=-2: expected an int, at least 1",
     ),
     "a batch that does not divide by micro_batches": (
-        lambda: vag(pair_loss, micro_batches=3)(PARAMS, {"x": X, "y": X}),
+        lambda: value_and_grad(pair_loss, micro_batches=3)(PARAMS, {"x": X, "y": X}),
         ValueError,
         r"micro_batches=3 does not divide .*batch: argument 1, leaf 'x' of .* size 8",
     ),
     "a rank's batch that does not divide by micro_batches": (
-        lambda: spmd(vag(micro_batches=8), PARAMS, PIECES),
+        lambda: spmd(value_and_grad(micro_batches=8), PARAMS, PIECES),
         ValueError,
         r"micro_batches=8 does not divide .*batch: argument 1 of .* size 4",
     ),
     "micro-batch leaves of different sizes": (
-        lambda: vag(pair_loss, micro_batches=2)(PARAMS, {"x": X, "y": torch.ones(6)}),
+        lambda: value_and_grad(pair_loss, micro_batches=2)(PARAMS, {"x": X, "y": torch.ones(6)}),
         ValueError,
         r"micro_batches=2.*\"argument 1, leaf 'x'\": 8, \"argument 1, leaf 'y'\": 6.*batch_argnums=",
     ),
     "micro-batch arguments of different sizes": (
-        lambda: vag(lambda p, x, y: loss_of(p, x) + y.sum(), micro_batches=2)(PARAMS, X, torch.ones(6)),
+        lambda: value_and_grad(lambda p, x, y: loss_of(p, x) + y.sum(), micro_batches=2)(PARAMS, X, torch.ones(6)),
         ValueError,
         r"micro_batches=2: each of the arguments \[1, 2\] may be the batch; name the batch with batch_argnums=",
     ),
     "a micro-batch without a dimension": (
-        lambda: vag(lambda p, x: loss_of(p, X) + x, micro_batches=2)(PARAMS, torch.ones(())),
+        lambda: value_and_grad(lambda p, x: loss_of(p, X) + x, micro_batches=2)(PARAMS, torch.ones(())),
         ValueError,
         r"micro_batches=2.*argument 1.*0-d",
     ),
     "a batch passed by name with micro_batches": (
-        lambda: vag(micro_batches=2)(PARAMS, x=X),
+        lambda: value_and_grad(micro_batches=2)(PARAMS, x=X),
         ValueError,
         r"micro_batches=2.*position",
     ),
     "batch_argnums out of range": (
-        lambda: vag(micro_batches=2, batch_argnums=5)(PARAMS, X),
+        lambda: value_and_grad(micro_batches=2, batch_argnums=5)(PARAMS, X),
         ValueError,
         r"batch_argnums=5: expected positions below 2",
     ),
     "argnums out of range": (
-        lambda: vag(argnums=5)(PARAMS, X),
+        lambda: value_and_grad(argnums=5)(PARAMS, X),
         ValueError,
         r"argnums=5: the function was called with 2 positional arguments",
     ),
     "parameters passed by name": (
-        lambda: vag()(params=PARAMS, x=X),
+        lambda: value_and_grad()(params=PARAMS, x=X),
         ValueError,
         r"argnums=0: the function was called with 0 positional arguments",
     ),
     "a loss that is not 0-d": (
-        lambda: vag(lambda p, x: p["c"])(PARAMS, X),
+        lambda: value_and_grad(lambda p, x: p["c"])(PARAMS, X),
         TypeError,
         r"must return a 0-d floating-point loss, but it returned float32 \[5\]; reduce it with .mean\(\)",
     ),
     "an integer loss": (
-        lambda: vag(lambda p, x: torch.tensor(3))(PARAMS, X),
+        lambda: value_and_grad(lambda p, x: torch.tensor(3))(PARAMS, X),
         TypeError,
         r"0-d floating-point loss, but it returned int64 \[\]",
     ),
-    "no loss": (lambda: vag(lambda p, x: None)(PARAMS, X), TypeError, r"0-d floating-point loss.*NoneType"),
+    "no loss": (lambda: value_and_grad(lambda p, x: None)(PARAMS, X), TypeError, r"0-d floating-point loss.*NoneType"),
     "a pair without has_aux": (
-        lambda: vag(lambda p, x: (loss_of(p, x), x))(PARAMS, X),
+        lambda: value_and_grad(lambda p, x: (loss_of(p, x), x))(PARAMS, X),
         TypeError,
         r"0-d floating-point loss.*tuple.*has_aux",
     ),
     "has_aux without a pair": (
-        lambda: vag(has_aux=True)(PARAMS, X),
+        lambda: value_and_grad(has_aux=True)(PARAMS, X),
         TypeError,
         r"has_aux=True: loss_of must return \(loss, aux\), but it returned float32 \[\]",
     ),
     "has_aux with three results": (
-        lambda: vag(lambda p, x: (loss_of(p, x), x, x), has_aux=True)(PARAMS, X),
+        lambda: value_and_grad(lambda p, x: (loss_of(p, x), x, x), has_aux=True)(PARAMS, X),
         TypeError,
         r"has_aux=True: <lambda> must return \(loss, aux\), but it returned a tuple",
     ),
     "complex parameters": (
-        lambda: vag()({"z": torch.ones(2, dtype=torch.complex64)}, X),
+        lambda: value_and_grad()({"z": torch.ones(2, dtype=torch.complex64)}, X),
         TypeError,
         r"leaf 'z' is complex64 \[2\]",
     ),
-    "a number among the parameters": (lambda: vag()({"n": {"x": 3.0}}, X), TypeError, r"leaf 'n.x' is 3.0"),
+    "a number among the parameters": (lambda: value_and_grad()({"n": {"x": 3.0}}, X), TypeError, r"leaf 'n.x' is 3.0"),
 }
 
 
@@ -195,7 +203,7 @@ NO_GRADIENT = r"argument 0 is differentiated, and its leaf 'n.ids' is int64 \[3\
 
 def test_integer_parameters_are_not_differentiated_unsharded():
     with pytest.raises(TypeError, match=NO_GRADIENT):
-        vag()(INTEGERS, X)
+        value_and_grad()(INTEGERS, X)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -16,7 +16,7 @@ MUTANTS = [
         Fault(
             "the last non-finite value is reported, not the first",
             "_in_time",
-            returns("sorted(nodes, key=lambda n: _origin_of(graphs, n).order, reverse=True)"),
+            returns("sorted(nodes, key=lambda n: _cause_of(graphs, n).order, reverse=True)"),
         ),
         Fault(
             "the rank that received a non-finite value is blamed",
@@ -29,12 +29,12 @@ MUTANTS = [
         Fault("the range of a tensor leaves infinities out", "_format_tensor", never("(A := B(C))")),
         Fault(
             "an infinity that a mask makes on purpose is blamed",
-            "NonFiniteTracker._origin",
+            "NonFiniteTracker._cause",
             never("any(A for B in operation.C)"),
         ),
         Fault("the tracker keeps tensors alive", "NonFiniteTracker._record_early_read", bare("B(A.name, [], [], [])")),
         Fault(
-            "an overwritten tensor keeps its old origin",
+            "an overwritten tensor keeps its old cause",
             "NonFiniteTracker._record_results",
             skipped("for A, B in C:\n    self.D(A)"),
         ),
@@ -45,7 +45,7 @@ MUTANTS = [
         ),
         Fault(
             "a sum over ranks that overflows is blamed on one rank",
-            "NonFiniteTracker._origin",
+            "NonFiniteTracker._cause",
             never("A.collective", at="1 of 2"),
         ),
     ),

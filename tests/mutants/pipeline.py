@@ -71,34 +71,34 @@ MUTANTS = [
         Fault("an evaluation runs the backward pass", "run_on_ranks", always("A == 1")),
         Fault("a schedule's table ignores the loss scale", "_run_table", becomes("A = B()", "A = None")),
     ),
-    *File("parallel/pipeline/_row_recorder.py", LAWS).faults(
+    *File("parallel/pipeline/_rank_recorder.py", LAWS).faults(
         Fault(
             "a jitted pipeline ignores the loss scale",
-            "RowRecorder._stage",
+            "RankRecorder._stage",
             becomes("A(B, self.C)", "A(B, None)"),
             on_processes("pipeline", slow=True),
         ),
     ),
-    *File("parallel/pipeline/_row_executor.py", LAWS).faults(
+    *File("parallel/pipeline/_rank_executor.py", LAWS).faults(
         Fault(
             "gradients of a table are not divided by the loss scale",
-            "RowExecutor.scaled_grads",
+            "RankExecutor.scaled_grads",
             always("self.A is None", at="2 of 2"),
         ),
-        Fault("a micro-batch's gradient replaces the others", "RowExecutor._add", bare("self.grads[B].add_(A)")),
+        Fault("a micro-batch's gradient replaces the others", "RankExecutor._add", bare("self.grads[B].add_(A)")),
         Fault(
-            "gradients of a table ignore the outer derivative", "RowExecutor.scaled_grads", bare("A * B.to(A.dtype)")
+            "gradients of a table ignore the outer derivative", "RankExecutor.scaled_grads", bare("A * B.to(A.dtype)")
         ),
         Fault(
             "residuals are kept after the backward pass",
-            "RowExecutor._backward",
+            "RankExecutor._backward",
             becomes("self.vjp_fns.pop((A, B))", "self.vjp_fns[A, B]"),
         ),
-        Fault("the weight half of a backward pass adds no gradient", "RowExecutor._act", skipped("self.A(stage, B)")),
-        Fault("the total is the last micro-batch's", "RowExecutor._forward", bare("B + A")),
+        Fault("the weight half of a backward pass adds no gradient", "RankExecutor._act", skipped("self.A(stage, B)")),
+        Fault("the total is the last micro-batch's", "RankExecutor._forward", bare("B + A")),
         Fault(
             "gradients are kept after they are returned",
-            "RowExecutor.scaled_grads",
+            "RankExecutor.scaled_grads",
             (bare("(A, self.grads)"), becomes("(self.grads, None)", "dict(self.grads)")),
             ERRORS,
         ),
@@ -146,7 +146,7 @@ MUTANTS = [
     *File("parallel/pipeline/_stage_functions.py", LAWS).faults(
         Fault(
             "only the first stage uses the leaves outside the blocks",
-            "Stages.uses",
+            "PipelineStages.uses",
             (swapped("in", "=="), becomes("(0, self.A)", "0")),
         ),
     ),
@@ -188,8 +188,8 @@ MUTANTS = [
         Fault("a value that is recomputed is also kept", "_RegionSplitter.__init__", skipped("self.duplicates.add(A)")),
     ),
     *File("graph/loop/_loop_memory.py", PLAN).faults(
-        Fault("plans forget what is in flight", "_RowWalk._retain", skipped("self.A += B")),
-        Fault("plans forget messages", "_RowWalk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
+        Fault("plans forget what is in flight", "_RankWalk._retain", skipped("self.A += B")),
+        Fault("plans forget messages", "_RankWalk.run", becomes("self.A(B(C))", "B(C)"), PROCESSES),
         Fault(
             "the seconds of a pipeline leave out its bubbles", "pipeline_seconds", becomes("A.makespan", "A.busy[0]")
         ),

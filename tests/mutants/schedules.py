@@ -106,7 +106,7 @@ MUTANTS = [
         ),
         Fault("the stages of zero-bubble V lie in a loop", "_zb_v", dropped("'v'")),
         Fault("zero-bubble V is wrong for few micro-batches", "_v_row", bare("max(2 * B - 1, A)")),
-        Fault("the lower bound of a split schedule is too high", "_makespan_bound", never("split")),
+        Fault("the lower bound of a split schedule is too high", "_makespan_bound", never("splits_backward")),
         Fault("the longest order is chosen", "schedule", becomes("min", "max")),
         Fault(
             "a known order beyond the cap is chosen",

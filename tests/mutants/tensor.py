@@ -73,11 +73,11 @@ MUTANTS = [
         Fault("a tied parameter does not get its tie's style", "layers", skipped("A(B, styles)"), LAYERS),
         Fault("a split may divide an attention head", "Layers.split", never("A.heads % B"), TRANSFORMERS),
     ),
-    *File("parallel/tensor/_regions.py", TRANSFORMERS).faults(
-        Fault("a value enters a region once for each layer", "Region.enter_once", never("A is B")),
+    *File("parallel/tensor/_shared_inputs.py", TRANSFORMERS).faults(
+        Fault("a value enters a module once for each layer", "SharedInputModule.enter_once", never("A is B")),
         Fault(
-            "a region keeps entered values after the call",
-            "Region.__call__",
+            "a module keeps entered values after the call",
+            "SharedInputModule.__call__",
             skipped("self._entered.clear()"),
             LAYERS + TRANSFORMERS,
         ),
@@ -114,8 +114,8 @@ MUTANTS = [
         ),
         Fault("the number of heads is not divided", "Heads.attributes", bare("local_counts[A]")),
     ),
-    *File("parallel/tensor/_regions.py", LAYERS).faults(
-        Fault("an error of fzero gets a hint about heads", "Region.__call__", always("not is_message(A, B)")),
+    *File("parallel/tensor/_shared_inputs.py", LAYERS).faults(
+        Fault("an error of fzero gets a hint of heads", "SharedInputModule.__call__", always("not is_message(A, B)")),
     ),
     *File("parallel/tensor/_install.py", LAYERS).faults(
         Fault("the first block does not split the sequence", "install", never("not i")),

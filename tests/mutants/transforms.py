@@ -95,7 +95,7 @@ MUTANTS = [
     *File("sharding/maps/_unit_maps.py").faults(
         Fault(
             "the gradient of a shard that was not changed is lost",
-            "_AsIfBy.backward",
+            "_WithRowDerivatives.backward",
             becomes("(*A, *B, *C)", "(*A, *[x * 0 for x in B], *C)"),
         ),
     ),

@@ -66,7 +66,7 @@ MUTANTS = [
         ),
     ),
     *File("tuning/search/_configuration_planner.py", TUNE).faults(
-        Fault("the schedule of few blocks is used for many", "_FewerBlocks.extrapolate", never("replans")),
+        Fault("the schedule of few blocks is used for many", "_ExtrapolationModels.extrapolate", never("replans")),
         Fault("the first rank is the fullest", "_fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
         Fault("a step on a mesh of another size is planned", "_check_mesh", never("expected"), PARALLELISM),
     ),

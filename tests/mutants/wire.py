@@ -67,7 +67,7 @@ MUTANTS = [
         Fault("leaves that exist already are not rounded", "_gather_from_origin", never("key is not None")),
         Fault(
             "a gradient of a gradient is rounded",
-            "_AsIfBy.backward",
+            "_WithRowDerivatives.backward",
             becomes("_apply_rows(A, B, C, D)", "apply_over_unit_axes(A, B, C, [x.bfloat16().float() for x in D])"),
         ),
     ),

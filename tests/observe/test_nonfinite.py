@@ -57,19 +57,17 @@ def test_nonfinite_finds_planted_values(loss, stage, ranks, rank, micro_batches,
     state, x = step.init(params(), OPT), batch(ranks)
     before = [y.clone() for y in tree.tensors(state)]
     result = nonfinite(step)(*state, mesh.split(x))
-    assert (
-        result.finite and not result and result.origin is None and str(result) == "train_step: all results are finite"
-    )
+    assert result.finite and not result and result.cause is None and str(result) == "train_step: all results are finite"
 
     x[2 * rank + 1, -1] = -2 if loss is log_of_negative else -1
     result = nonfinite(step)(*state, mesh.split(x))
     operation, value, backward = PLANTED[loss]
-    assert result and result.origin is not None and result.rank == rank, result
-    assert result.origin.ranks == (rank,) and result.origin.leaf == ""
-    assert (result.origin.operation, result.origin.value) == (operation, value), result
-    assert result.origin.line == line_of(loss) and "HERE" in result.origin.code, result
-    assert bool(result.origin.backward) == backward
-    assert result.origin.line in str(result)
+    assert result and result.cause is not None and result.rank == rank, result
+    assert result.cause.ranks == (rank,) and result.cause.leaf == ""
+    assert (result.cause.operation, result.cause.value) == (operation, value), result
+    assert result.cause.line == line_of(loss) and "HERE" in result.cause.code, result
+    assert bool(result.cause.backward) == backward
+    assert result.cause.line in str(result)
     assert (f"on rank {rank} of {ranks}" in str(result)) == (ranks > 1)
     for y, z in zip(before, tree.tensors(state), strict=True):
         assert torch.equal(y, z)
@@ -83,8 +81,8 @@ def test_a_leaf_of_the_parameters_is_named(stage, ranks, at, leaf):
     start = params()
     start[leaf].view(-1)[at % start[leaf].numel()] = math.nan
     result = nonfinite(step)(*step.init(start, OPT), mesh.split(batch(ranks)))
-    assert result.origin is not None and result.origin.leaf == f"argument 0, leaf {leaf!r}", result
-    assert result.origin.ranks == tuple(range(ranks)) if stage < 3 else len(result.origin.ranks) == 1
+    assert result.cause is not None and result.cause.leaf == f"argument 0, leaf {leaf!r}", result
+    assert result.cause.ranks == tuple(range(ranks)) if stage < 3 else len(result.cause.ranks) == 1
 
 
 @given(stage=st.integers(0, 3), ranks=st.integers(1, 4), rank=st.integers(0, 3))
@@ -100,8 +98,8 @@ def test_a_leaf_of_the_batch_is_named(stage, ranks, rank):
     x = batch(ranks)
     x[2 * rank, 0] = math.nan
     result = nonfinite(step)(*step.init(params(), OPT), mesh.split({"inputs": {"x": x}}))
-    assert result.origin is not None and result.origin.leaf == "argument 2, leaf 'inputs.x'", result
-    assert result.origin.ranks == (rank,) and "result 2" in result.results
+    assert result.cause is not None and result.cause.leaf == "argument 2, leaf 'inputs.x'", result
+    assert result.cause.ranks == (rank,) and "result 2" in result.results
 
 
 def test_nonfinite_does_not_blame_an_unused_argument():
@@ -132,13 +130,13 @@ def test_nonfinite_does_not_blame_an_attention_mask(stage):
     x = batch(2, 3)
     x[4, -1] = 0
     result = nonfinite(fzero.shard(train_step_of(bad), stage, mesh))(*state, mesh.split(x))
-    assert result.origin is not None and result.origin.operation == "sqrt" and result.rank == 1, result
+    assert result.cause is not None and result.cause.operation == "sqrt" and result.rank == 1, result
 
 
 def test_nonfinite_names_the_softmax_of_a_fully_masked_row():
     result = nonfinite(lambda p, x: attention(p, x, rows=1))(params(), batch(1, 3))
-    assert result.origin is not None and result.origin.operation == "softmax", result
-    assert result.origin.line == line_of(attention) and result.nan_origin is None
+    assert result.cause is not None and result.cause.operation == "softmax", result
+    assert result.cause.line == line_of(attention) and result.nan_cause is None
 
 
 def test_a_nonfinite_report_has_the_lines_of_an_infinity_and_of_the_nan_it_becomes():
@@ -147,8 +145,8 @@ def test_a_nonfinite_report_has_the_lines_of_an_infinity_and_of_the_nan_it_becom
         return (grown - grown).sum()
 
     result = nonfinite(f)(torch.ones(3))
-    assert result.origin is not None and (result.origin.operation, result.origin.value) == ("exp", "inf"), result
-    assert result.nan_origin is not None and (result.nan_origin.operation, result.nan_origin.value) == ("sub", "nan")
+    assert result.cause is not None and (result.cause.operation, result.cause.value) == ("exp", "inf"), result
+    assert result.nan_cause is not None and (result.nan_cause.operation, result.nan_cause.value) == ("sub", "nan")
     assert "and then nan made by sub" in str(result)
 
 
@@ -165,10 +163,8 @@ def test_nonfinite_finds_a_hand_written_update(stage):
     mesh = fzero.mesh(dp=3)
     step = fzero.shard(train_step, stage, mesh)
     result = nonfinite(step)(*step.init(params(), OPT), mesh.split(batch(3)))
-    assert result.origin is not None and (result.origin.operation, result.origin.line) == ("div", line_of(update)), (
-        result
-    )
-    assert "result 2" not in result.results and result.origin.ranks == (0, 1, 2)
+    assert result.cause is not None and (result.cause.operation, result.cause.line) == ("div", line_of(update)), result
+    assert "result 2" not in result.results and result.cause.ranks == (0, 1, 2)
 
 
 def test_nonfinite_does_not_blame_padding():
@@ -189,8 +185,8 @@ def test_a_sum_over_ranks_that_overflows_is_of_all_ranks():
     mesh = fzero.mesh(dp=2)
     f = mesh.spmd(lambda x: fzero.collectives.psum(x.sum()))  # HERE
     result = nonfinite(f)(mesh.split(torch.tensor([40000.0, 40000.0]).half()))
-    assert result.origin is not None and result.origin.ranks == (0, 1), result
-    assert "in a collective" in result.origin.operation and result.origin.line.startswith(__file__)
+    assert result.cause is not None and result.cause.ranks == (0, 1), result
+    assert "in a collective" in result.cause.operation and result.cause.line.startswith(__file__)
 
 
 def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
@@ -209,8 +205,8 @@ def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
     mesh = fzero.mesh(dp=2)
     step = fzero.shard(train_step_of(loss), 3, mesh)
     result = nonfinite(step)(*step.init(params(), OPT), mesh.split(x))
-    assert result.origin is not None and result.origin.operation == "log" and result.rank == 1, result
-    assert "# HERE" in result.origin.code
+    assert result.cause is not None and result.cause.operation == "log" and result.rank == 1, result
+    assert "# HERE" in result.cause.code
 
     class Own(torch.autograd.Function):
         generate_vmap_rule = True
@@ -228,14 +224,14 @@ def test_a_recomputed_layer_and_a_backward_of_the_users_own_are_found():
             return grad / (grad - grad)  # THERE
 
     result = nonfinite(torch.func.grad(lambda x: Own.apply(x).sum()))(torch.ones(3))
-    assert result.origin is not None and result.origin.code.endswith("# THERE"), result
-    assert result.origin.backward == "OwnGeneratedBackward"
+    assert result.cause is not None and result.cause.code.endswith("# THERE"), result
+    assert result.cause.backward == "OwnGeneratedBackward"
 
 
 def test_nonfinite_names_a_captured_tensor():
     hidden = torch.tensor([1.0, math.nan])
     result = nonfinite(lambda x: x * hidden)(torch.ones(2))  # HERE
-    assert result.origin is not None and "captured" in result.origin.leaf and result.origin.operation == "mul", result
+    assert result.cause is not None and "captured" in result.cause.leaf and result.cause.operation == "mul", result
 
 
 def test_nonfinite_runs_a_jitted_step_eagerly_and_donates_nothing():
@@ -245,7 +241,7 @@ def test_nonfinite_runs_a_jitted_step_eagerly_and_donates_nothing():
     x = batch(2)
     x[3, -1] = -2
     result = nonfinite(step)(*state, mesh.split(x))
-    assert result.rank == 1 and result.origin is not None and result.origin.operation == "log"
+    assert result.rank == 1 and result.cause is not None and result.cause.operation == "log"
     assert not torch.is_anomaly_enabled() and step.traces == 0
     step(*state, mesh.split(x))  # nothing was donated
 
@@ -262,17 +258,17 @@ def test_nonfinite_forgets_memory_that_is_overwritten():
 
     for f in (finite_between, at_once):
         result = nonfinite(f)(torch.tensor([-1.0, 1.0]))
-        assert result.origin is not None and result.origin.operation.startswith("div"), result
-        assert result.origin.line == line_of(f)
+        assert result.cause is not None and result.cause.operation.startswith("div"), result
+        assert result.cause.line == line_of(f)
 
 
-def test_nonfinite_names_the_first_of_several_origins():
+def test_nonfinite_names_the_first_of_several_causes():
     def f(x: torch.Tensor) -> torch.Tensor:
         first = x.log()  # HERE
         return (x.sqrt() + first) / (x - x)
 
     result = nonfinite(f)(torch.tensor([-1.0]))
-    assert result.origin is not None and (result.origin.operation, result.origin.line) == ("log", line_of(f)), result
+    assert result.cause is not None and (result.cause.operation, result.cause.line) == ("log", line_of(f)), result
 
 
 def test_nonfinite_refuses_steps_that_it_cannot_run():
@@ -283,5 +279,5 @@ def test_nonfinite_refuses_steps_that_it_cannot_run():
 def test_the_inputs_in_a_nonfinite_report_show_infinities_beside_the_range():
     x = torch.tensor([1.0, -2.0, math.inf])
     result = fzero.observe.nonfinite(lambda x: (x - x.max()).sum())(x)
-    assert result.nan_origin is not None and "float32 [3] of -2 to 1 and inf" in result.nan_origin.inputs
-    assert "float32 [] of inf" in result.nan_origin.inputs
+    assert result.nan_cause is not None and "float32 [3] of -2 to 1 and inf" in result.nan_cause.inputs
+    assert "float32 [] of inf" in result.nan_cause.inputs

@@ -259,8 +259,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_arguments_of_tune_are_refused(name):
-    given_, error, message = BAD[name]
-    asked: dict[str, Any] = {"make_step": make_step, **SPACE, "micro_batches": None} | given_
+    options, error, message = BAD[name]
+    asked: dict[str, Any] = {"make_step": make_step, **SPACE, "micro_batches": None} | options
     with pytest.raises(error, match=message):
         fzero.tune(**asked)
 
@@ -339,8 +339,8 @@ def test_each_constant_has_its_source():
         measured = [name for name in _CONSTANTS if getattr(machine, name)]
         assert len(machine.constants()) == len(measured) >= 12
         assert all(c.source != "as given" for c in machine.constants())
-        given_ = {c.name: c.source for c in replace(machine, flops=1e12).constants()}
-        assert [name for name, source in given_.items() if source == "as given"] == ["products of half precision"]
+        sources = {c.name: c.source for c in replace(machine, flops=1e12).constants()}
+        assert [name for name, source in sources.items() if source == "as given"] == ["products of half precision"]
 
 
 def test_attention_planned_on_a_cpu_counts_as_on_a_gpu():

@@ -77,7 +77,7 @@ def peak_by_region(loop: Loop, last_uses: Callable[..., list[int]]) -> dict[Loop
     """
     if loop.body not in _CACHE:
         profiles = {g.region: (g, _profile_region(g, last_uses)) for g in _split_regions(loop)}
-        _CACHE[loop.body] = _RowWalk(loop, profiles).run()
+        _CACHE[loop.body] = _RankWalk(loop, profiles).run()
     return _CACHE[loop.body]
 
 
@@ -115,8 +115,8 @@ class _HeldMemory:
 
 
 @dataclass
-class _RowWalk:
-    """A walk through a rank's row of the schedule, which counts live bytes.
+class _RankWalk:
+    """A walk through a rank's actions in the schedule, which counts live bytes.
 
     Attributes:
         loop: the loop.

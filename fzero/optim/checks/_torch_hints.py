@@ -81,7 +81,7 @@ _EQUIVALENT_ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 
-_ELSEWHERE: dict[str, str] = {  # arguments of torch that no argument replaces
+_FOREIGN_ARGUMENTS: dict[str, str] = {  # arguments of torch that no argument replaces
     "params": "the parameters go to step.init(params, opt), or to opt.init(params)",
     "weight_decay": "{name} decays no weights: use optim.adamw(..., weight_decay={value!r}), or torch's L2 penalty, "
     "optim.chain(optim.add_decayed_weights({value!r}), optim.{name}(...))",
@@ -137,8 +137,8 @@ def _argument_hint(name: str, arguments: Iterable[str], unknown: str, value: Any
             values = tuple(value) if isinstance(value, tuple | list) else (value,)
             pairs = ", ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=False))
             return f"{name} takes {equivalent.replace(', ', '= and ')}=, and not {unknown}=: {name}({pairs})"
-    if unknown in _ELSEWHERE:
-        return f"{name} takes no {unknown}=: " + _ELSEWHERE[unknown].format(name=name, value=value)
+    if unknown in _FOREIGN_ARGUMENTS:
+        return f"{name} takes no {unknown}=: " + _FOREIGN_ARGUMENTS[unknown].format(name=name, value=value)
     return f"{name} takes no {unknown}=: its arguments are {', '.join(arguments)}"
 
 

@@ -15,15 +15,15 @@ from fzero._torch import is_tracing
 from fzero._torch.levels import derivatives
 from fzero.axes import current_loss_scale, micro_batch
 from fzero.graph import loop
-from fzero.parallel.pipeline._row_executor import RowExecutor
-from fzero.parallel.pipeline._row_recorder import RowRecorder
-from fzero.parallel.pipeline._stage_functions import FlatParams, Stages
+from fzero.parallel.pipeline._rank_executor import RankExecutor
+from fzero.parallel.pipeline._rank_recorder import RankRecorder
+from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages
 from fzero.parallel.pipeline._ticks import run_ticks
 
 __all__ = ["run_on_ranks"]
 
 
-def run_on_ranks(stages: Stages, block_slots: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_on_ranks(stages: PipelineStages, block_slots: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a pipeline on the ranks of an axis.
 
     Each rank runs its row of the schedule's table if ranks run separate programs: on processes, in lockstep, and in a
@@ -41,9 +41,9 @@ def run_on_ranks(stages: Stages, block_slots: list[Any], rest: Any) -> tuple[tor
 
 
 def _run_table(
-    stages: Stages, block_slots: Sequence[Any], rest: Any, backward: bool
+    stages: PipelineStages, block_slots: Sequence[Any], rest: Any, backward: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run this rank's row of a schedule.
+    """Run this rank's part of a schedule.
 
     Args:
         stages: the pipeline's stages.
@@ -56,22 +56,22 @@ def _run_table(
     """
     params = FlatParams.of(block_slots, rest)
     scale = current_loss_scale()
-    row = RowRecorder(stages, params, scale) if is_tracing() else RowExecutor(stages, params, backward, scale)
-    return _RowLoss.apply(row, *params.tensors)  # pyright: ignore[reportReturnType]
+    rank_run = RankRecorder(stages, params, scale) if is_tracing() else RankExecutor(stages, params, backward, scale)
+    return _RankLoss.apply(rank_run, *params.tensors)  # pyright: ignore[reportReturnType]
 
 
-class _RowLoss(torch.autograd.Function):
-    """The loss of a row. Its forward pass computes the gradients, and its backward pass scales and returns them."""
+class _RankLoss(torch.autograd.Function):
+    """The loss of a rank. Its forward pass computes the gradients, and its backward pass scales and returns them."""
 
     @staticmethod
-    def forward(row: RowExecutor | RowRecorder, *tensors: torch.Tensor) -> Any:
-        return row.run(list(tensors))
+    def forward(rank_run: RankExecutor | RankRecorder, *tensors: torch.Tensor) -> Any:
+        return rank_run.run(list(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.row = inputs[0]
+        ctx.rank_run = inputs[0]
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, total_grad: torch.Tensor, _: Any) -> Any:
-        return (None, *ctx.row.scaled_grads(total_grad))
+        return (None, *ctx.rank_run.scaled_grads(total_grad))

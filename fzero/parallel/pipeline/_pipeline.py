@@ -24,7 +24,7 @@ from fzero.parallel.pipeline._model_checks import (
     map_blocks,
 )
 from fzero.parallel.pipeline._pipeline_split import PipelineSplit
-from fzero.parallel.pipeline._stage_functions import PipelineCache, Stages
+from fzero.parallel.pipeline._stage_functions import PipelineCache, PipelineStages
 from fzero.parallel.pipeline._ticks import outputs_by_ticks
 from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.schedules import schedule as schedule_by_name
@@ -302,7 +302,7 @@ class Pipeline:
             )
         check_shared(batch, axis := bound_axis(self.axis))
         schedule, placement = self.schedule(axis.size), self._placement_of(axis.size, len(block_slots))
-        stages = Stages(
+        stages = PipelineStages(
             model=model, schedule=schedule, placement=placement, axis=axis, call_of=call_of, cache=self._cache
         )
         return call_without_axis(self.axis, on_ranks, stages, list(block_slots), rest)

@@ -13,7 +13,7 @@ from fzero.parallel.pipeline._block_placement import BlockPlacement
 from fzero.parallel.pipeline._model import MicroBatchCall, Model
 from fzero.parallel.schedules import PipelineSchedule
 
-__all__ = ["FlatParams", "PipelineCache", "Stages", "ValueSpec"]
+__all__ = ["FlatParams", "PipelineCache", "PipelineStages", "ValueSpec"]
 
 
 class FlatParams(NamedTuple):
@@ -114,7 +114,7 @@ class PipelineCache:
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineStages:
     """The stages of a pipeline.
 
     Attributes:

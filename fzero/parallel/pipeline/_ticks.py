@@ -17,14 +17,14 @@ from fzero.axes import axis_index
 from fzero.collectives import broadcast, ppermute
 from fzero.parallel.pipeline._block_placement import BlockPlacement
 from fzero.parallel.pipeline._model import MicroBatchCall
-from fzero.parallel.pipeline._stage_functions import Stages
+from fzero.parallel.pipeline._stage_functions import PipelineStages
 from fzero.parallel.pipeline._value_specs import check_output
 from fzero.parallel.schedules import PipelineSchedule
 
 __all__ = ["outputs_by_ticks", "run_ticks"]
 
 
-def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_ticks(stages: PipelineStages, blocks: list[Any], rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a model on all micro-batches. The schedule sets which rank runs which stage, but not the order.
 
     Args:
@@ -45,7 +45,7 @@ def run_ticks(stages: Stages, blocks: list[Any], rest: Any) -> tuple[torch.Tenso
     return total, weight
 
 
-def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
+def outputs_by_ticks(stages: PipelineStages, blocks: list[Any], rest: Any) -> Any:
     """Run a model on all micro-batches, and return the concatenated results of `last` on all ranks."""
     last_rank = stages.schedule.rank_of_stage[stages.last]
     parts = [
@@ -55,7 +55,7 @@ def outputs_by_ticks(stages: Stages, blocks: list[Any], rest: Any) -> Any:
     return broadcast(tree.map(lambda *xs: torch.cat(xs), *parts), stages.axis.name, source=last_rank)
 
 
-def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
+def _run_stages(stages: PipelineStages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
     """Run all micro-batches through all stages, and yield each with the last block's output, valid on its rank."""
     schedule, placement, axis = stages.schedule, stages.placement, stages.axis.name
     count, last = schedule.micro_batches, schedule.stages - 1
@@ -83,7 +83,7 @@ def _run_stages(stages: Stages, blocks: list[Any], rest: Any) -> Iterator[tuple[
 
 
 def _run_chunk(
-    stages: Stages,
+    stages: PipelineStages,
     call: MicroBatchCall,
     blocks: Sequence[Any],
     numbers: Sequence[torch.Tensor],

@@ -7,12 +7,12 @@ import torch
 
 from fzero import tree
 from fzero._torch import fork_random_state
-from fzero.parallel.pipeline._stage_functions import FlatParams, Stages, ValueSpec
+from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages, ValueSpec
 
 __all__ = ["check_output", "loss_cotangent", "probe", "value_spec_of"]
 
 
-def value_spec_of(stages: Stages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
+def value_spec_of(stages: PipelineStages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Return the shapes and dtypes of values, for arguments of these shapes. The first call runs the parts once.
 
     All ranks run the same parts, so they meet in the parts' collectives, such as those of tensor parallelism.
@@ -30,7 +30,7 @@ def value_spec_of(stages: Stages, params: FlatParams, tensors: Sequence[torch.Te
     return value_specs[key]
 
 
-def probe(stages: Stages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
+def probe(stages: PipelineStages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Run the parts of a model once, and return the shapes and dtypes of their values."""
     model, call = stages.model, stages.call_of(0)
     block_slots = range(len(params.sizes))

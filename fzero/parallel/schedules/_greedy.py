@@ -62,7 +62,7 @@ def greedy(
     *,
     placement: _StagePlacement = "loop",
     cap: Cap = None,
-    split: bool = False,
+    splits_backward: bool = False,
     forward: float = 1.0,
     backward: float = 2.0,
     weight: float = 1.0,
@@ -72,8 +72,8 @@ def greedy(
 ) -> PipelineSchedule:
     """Make a schedule: whenever a rank is free, it runs an action that is ready, backward passes before forward ones.
 
-    Without a cap this is GPipe. With `cap=lambda rank: ranks - rank` it is 1F1B, and with `split` weight halves fill
-    what would be bubbles. Model slow links and uneven stages by the durations, which are those of
+    Without a cap this is GPipe. With `cap=lambda rank: ranks - rank` it is 1F1B. With `splits_backward` weight halves
+    fill what would be bubbles. Model slow links and uneven stages by the durations, which are those of
     `PipelineSchedule.timing`.
 
     Args:
@@ -81,10 +81,10 @@ def greedy(
         micro_batches: the number of micro-batches.
         stages_per_rank: the number of pipeline stages per rank.
         placement: "loop", stages start again at rank 0, or "v", they turn back at the last rank.
-        cap: the most forward passes whose residuals are alive at once on a rank (`PipelineSchedule.in_flight`), at
+        cap: the most forward passes whose residuals are in flight at once on a rank (`PipelineSchedule.in_flight`), at
             least `stages_per_rank`; or a function of the rank. With None there is no cap, and all forward passes come
             first.
-        split: whether backward passes are split into two halves.
+        splits_backward: whether backward passes are split into two halves.
         forward: the duration of a forward pass.
         backward: the duration of a full backward pass.
         weight: the duration of its weight half.
@@ -116,20 +116,20 @@ def greedy(
         latency=latency,
         cost=cost,
     )
-    return list_schedule(rank_of_stage, micro_batches, caps, split, durations, name)
+    return list_schedule(rank_of_stage, micro_batches, caps, splits_backward, durations, name)
 
 
 def list_schedule(
     rank_of_stage: tuple[int, ...],
     micro_batches: int,
     caps: Sequence[int | None],
-    split: bool,
+    splits_backward: bool,
     durations: Durations,
     name: str,
 ) -> PipelineSchedule:
     """Make the greedy schedule for stages on the given ranks, from arguments that were checked."""
     return PipelineSchedule(
-        _Simulation(rank_of_stage, micro_batches, caps, split, durations).run(), rank_of_stage, name
+        _Simulation(rank_of_stage, micro_batches, caps, splits_backward, durations).run(), rank_of_stage, name
     )
 
 
@@ -142,12 +142,12 @@ class _Option(NamedTuple):
 
 
 class _Rank:
-    """The state of one rank while the schedule is made: its stages in order, its row, and its clock."""
+    """The state of one rank while the schedule is made: its stages in order, its actions, and its clock."""
 
     def __init__(self, stages: list[int], cap: int | None) -> None:
         self.stages, self.cap = stages, cap
-        self.row: list[Action] = []
-        self.clock, self.alive = 0.0, 0
+        self.actions: list[Action] = []
+        self.clock, self.in_flight = 0.0, 0
         self.next = {kind: dict.fromkeys(stages, 0) for kind in "FBW"}  # by kind and stage, the next micro-batch
 
 
@@ -159,11 +159,11 @@ class _Simulation:
         rank_of_stage: tuple[int, ...],
         micro_batches: int,
         caps: Sequence[int | None],
-        split: bool,
+        splits_backward: bool,
         durations: Durations,
     ) -> None:
         self.rank_of_stage, self.micro_batches = rank_of_stage, micro_batches
-        self.split, self.durations = split, durations
+        self.splits_backward, self.durations = splits_backward, durations
         self.ranks = [_Rank(stages_on(rank, rank_of_stage), cap) for rank, cap in enumerate(caps)]
         self.value_times = dict[Value, float]()
 
@@ -178,15 +178,15 @@ class _Simulation:
                 self.rank_of_stage[s] for s in (stage - 1, stage, stage + 1) if 0 <= s < len(self.rank_of_stage)
             }:
                 options[neighbour] = self.option(neighbour)
-        return tuple([tuple(rank.row) for rank in self.ranks])
+        return tuple([tuple(rank.actions) for rank in self.ranks])
 
     def act(self, rank: int, option: _Option) -> None:
         """Run an action on a rank."""
         state, action = self.ranks[rank], option.action
-        state.row.append(action)
+        state.actions.append(action)
         state.clock = option.at + self.durations[action]
         state.next["B" if action.kind == "I" else action.kind][action.stage] += 1
-        state.alive += IN_FLIGHT_CHANGE[action.kind]
+        state.in_flight += IN_FLIGHT_CHANGE[action.kind]
         if (value := output_of(action)) is not None:
             self.value_times[value] = state.clock
 
@@ -210,13 +210,13 @@ class _Simulation:
         is_blocked = state.cap is None and any(n < self.micro_batches for n in state.next["F"].values())
         if is_blocked:
             return None
-        return self.option_at(rank, Action("I" if self.split else "B", stage, m), (0, -stage))
+        return self.option_at(rank, Action("I" if self.splits_backward else "B", stage, m), (0, -stage))
 
     def forward(self, rank: int, stage: int) -> _Option | None:
         """Return the next forward pass of a stage, if the cap has room for it and for this rank's later stages."""
         state = self.ranks[rank]
         m, later = state.next["F"][stage], len(state.stages) - 1 - state.stages.index(stage)
-        is_full = state.cap is not None and state.alive + later >= state.cap
+        is_full = state.cap is not None and state.in_flight + later >= state.cap
         # Later stages come first, within groups of as many micro-batches as ranks, so that the loop continues.
         return None if is_full else self.option_at(rank, Action("F", stage, m), (1, m // len(self.ranks), stage))
 
@@ -224,7 +224,7 @@ class _Simulation:
         """Return the next weight half of a stage, which fills a rank's time if no other action can."""
         state = self.ranks[rank]
         m = state.next["W"][stage]
-        return self.option_at(rank, Action("W", stage, m), (2, -stage)) if self.split else None
+        return self.option_at(rank, Action("W", stage, m), (2, -stage)) if self.splits_backward else None
 
     def option_at(self, rank: int, action: Action, priority: tuple[int, ...]) -> _Option | None:
         """Return an action and the time at which it can start, if all values that it needs are computed."""

@@ -31,7 +31,7 @@ def one_f_one_b(
     stages_per_rank: int,
     name: str,
     hops: int = 1,
-    split: bool = False,
+    splits_backward: bool = False,
     wait: bool = False,
 ) -> PipelineSchedule:
     """Make 1F1B for one or more stages per rank: warm-up forward passes, then one forward and one backward in turn.
@@ -40,8 +40,8 @@ def one_f_one_b(
     one message in each direction behind other work, and keep more in flight. With `wait` all forward passes come
     first, which is GPipe.
 
-    With `split`, rank r runs each weight half r backward passes after its input half. So gradients reach rank 0
-    without waiting for weight halves, and all ranks have the same number in flight.
+    With `splits_backward`, rank r runs each weight half r backward passes after its input half. So gradients reach
+    rank 0 without waiting for weight halves, and all ranks have the same number in flight.
 
     References:
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2. Zhuang et
@@ -63,14 +63,16 @@ def one_f_one_b(
         row = [action("F", pair) for pair in pairs[:warmup]]
         for i, pair in enumerate(back):
             row += [action("F", pair) for pair in pairs[warmup + i : warmup + i + 1]]
-            row += [action("I" if split else "B", pair)]
-            row += [action("W", back[i - rank])] if split and i >= rank else []
-        row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]] if split else []
+            row += [action("I" if splits_backward else "B", pair)]
+            row += [action("W", back[i - rank])] if splits_backward and i >= rank else []
+        row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]] if splits_backward else []
         rows.append(tuple(row))
     return PipelineSchedule(tuple(rows), place_stages(ranks, ranks * stages_per_rank), name)
 
 
-def _makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: bool, durations: Durations) -> float:
+def _makespan_bound(
+    rank_of_stage: Sequence[int], micro_batches: int, splits_backward: bool, durations: Durations
+) -> float:
     """Return a lower bound on the makespan of any order of these actions.
 
     A rank cannot start before the first output reaches it. If backward passes are not split, its last action is the
@@ -84,7 +86,7 @@ def _makespan_bound(rank_of_stage: Sequence[int], micro_batches: int, split: boo
         stages = stages_on(rank, rank_of_stage)
         latency = sum(latencies[: stages[0]])
         head, work = sum(forward[: stages[0]]) + latency, micro_batches * sum(forward[s] + backward[s] for s in stages)
-        bounds.append(head + work + (0 if split else sum(backward[: stages[0]]) + latency))
+        bounds.append(head + work + (0 if splits_backward else sum(backward[: stages[0]]) + latency))
     return max(bounds)
 
 
@@ -160,7 +162,7 @@ NAMES = {
     "1f1b": NamedSchedule(orders=(_one_hop, _two_hops), max_stages=1, advice="'interleaved' has more"),
     "interleaved": NamedSchedule(orders=(_two_hops, _one_hop), min_stages=2, advice="'1f1b' has one"),
     "zb": NamedSchedule(
-        orders=(partial(_one_hop, split=True), partial(_two_hops, split=True)),
+        orders=(partial(_one_hop, splits_backward=True), partial(_two_hops, splits_backward=True)),
         splits_backward=True,
     ),
     "zbv": NamedSchedule(
@@ -256,7 +258,7 @@ def schedule(
             orders[0].rank_of_stage,
             micro_batches,
             caps=limits,
-            split=entry.splits_backward,
+            splits_backward=entry.splits_backward,
             durations=durations,
             name=name,
         )

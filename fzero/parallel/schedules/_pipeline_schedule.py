@@ -99,15 +99,15 @@ class PipelineSchedule(FigureReport):
         return stages_on(rank, self.rank_of_stage)
 
     def in_flight(self, rank: int) -> int:
-        """Return the most forward passes of a rank whose residuals are alive at once.
+        """Return the most forward passes of a rank whose residuals are in flight at once.
 
         A residual lives from its stage's forward pass to the end of the backward pass, including its weight half. A
         rank that holds v stages counts a micro-batch up to v times, each time with the residuals of one stage.
         """
-        alive = peak = 0
+        in_flight = peak = 0
         for action in self.rows[rank]:
-            alive += IN_FLIGHT_CHANGE[action.kind]
-            peak = max(peak, alive)
+            in_flight += IN_FLIGHT_CHANGE[action.kind]
+            peak = max(peak, in_flight)
         return peak
 
     @cached_property

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor._boundaries import all_gather, enter, leave, scatter
 from fzero.parallel.tensor._functions import own_rows
-from fzero.parallel.tensor._regions import Region, override_parameters
+from fzero.parallel.tensor._shared_inputs import SharedInputModule, override_parameters
 from fzero.parallel.tensor._style_splits import kv_groups
 from fzero.parallel.tensor._styles import (
     ColumnParallel,
@@ -36,7 +36,7 @@ class Layer:
         axis: the axis over which its parameters are split.
         param_splits: how each split parameter is split.
         sizes: for each split parameter, the full size of the dimension that is split.
-        region: the region that holds this layer and others with the same input; None if there is none.
+        shared_input: the module that holds this layer and others with the same input; None if there is none.
         is_gathered: whether it lies in a module that gathers all tokens, and leaves parts of them.
         groups: for keys and values of attention, the number of query heads that share one of their heads; else 0.
         run: the module's own forward pass.
@@ -49,7 +49,7 @@ class Layer:
     axis: str
     param_splits: Mapping[str, ParamSplit]
     sizes: Mapping[str, int]
-    region: Region | None
+    shared_input: SharedInputModule | None
     is_gathered: bool
     groups: int
     run: Callable[..., Any]
@@ -72,7 +72,7 @@ class Layer:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
         if not self.is_gathered:
-            x = enter(x, self.axis) if self.region is None else self.region.enter_once(x)
+            x = enter(x, self.axis) if self.shared_input is None else self.shared_input.enter_once(x)
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)
         y = self.linear(x, w.mT if self.param_splits["weight"].dim else w, b)

@@ -1,4 +1,4 @@
-"""A copy of a model gets the forward passes of its split layers and regions."""
+"""A copy of a model gets the forward passes of its split layers, and of modules whose layers share an input."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from fzero.parallel.tensor._forwards import Layer
 from fzero.parallel.tensor._layers import Layers
-from fzero.parallel.tensor._regions import Region
 from fzero.parallel.tensor._sequence import (
     SequenceBlock,
     SequenceChild,
@@ -16,6 +15,7 @@ from fzero.parallel.tensor._sequence import (
     find_split_blocks,
     is_gathered,
 )
+from fzero.parallel.tensor._shared_inputs import SharedInputModule
 from fzero.parallel.tensor._style_splits import Heads
 from fzero.parallel.tensor._styles import ColumnParallel, DividedAttributes, ReplicatedParams
 
@@ -49,11 +49,11 @@ def install(
     children = {
         name: kind for name in split_blocks for name, kind in classify_children(name, modules[name], layers).items()
     }
-    regions = _find_regions(modules, layers, children)
+    shared_inputs = _install_shared_inputs(modules, layers, children)
     for name, style in layers.styles.items():
         if not isinstance(style, DividedAttributes):
             linear = (linears or {}).get(name, F.linear)
-            _install_layer(name, modules, layers, regions, children, linear)
+            _install_layer(name, modules, layers, shared_inputs, children, linear)
     for name, kind in children.items():
         child = modules[name]
         if kind == "norm":
@@ -64,7 +64,7 @@ def install(
                 axis=layers.axis,
                 param_splits={},
                 sizes={},
-                region=None,
+                shared_input=None,
                 is_gathered=True,
                 groups=0,
                 run=child.forward,
@@ -83,7 +83,7 @@ def _install_layer(
     name: str,
     modules: Mapping[str, Any],
     layers: Layers,
-    regions: Mapping[str, Region],
+    shared_inputs: Mapping[str, SharedInputModule],
     children: Mapping[str, str],
     linear: Callable[..., torch.Tensor],
 ) -> None:
@@ -100,7 +100,7 @@ def _install_layer(
         axis=layers.axis,
         param_splits=param_splits,
         sizes=sizes,
-        region=regions.get(parent) if isinstance(style, ColumnParallel) else None,
+        shared_input=shared_inputs.get(parent) if isinstance(style, ColumnParallel) else None,
         is_gathered=is_gathered(name, children),
         groups=groups,
         run=layer.forward,
@@ -108,21 +108,23 @@ def _install_layer(
     )
 
 
-def _find_regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]) -> dict[str, Region]:
-    """Make a region of each module that holds several column-parallel layers or heads, or that divides attributes."""
+def _install_shared_inputs(
+    modules: Mapping[str, Any], layers: Layers, children: Mapping[str, str]
+) -> dict[str, SharedInputModule]:
+    """Replace the forwards of modules that hold several column-parallel layers or heads, or that divide attributes."""
     columns_of: dict[str, list[str]] = {}
     for name, style in layers.styles.items():
         if isinstance(style, ColumnParallel):
             columns_of.setdefault(name.rpartition(".")[0], []).append(name)
     divided = {name: style.names for name, style in layers.styles.items() if isinstance(style, DividedAttributes)}
-    regions = {}
+    shared_inputs = {}
     for name in {**columns_of, **divided}:
         m, columns = modules[name], columns_of.get(name, [])
         heads = _find_heads(m, columns, layers)
         if heads is None and name not in divided and len(columns) < 2:
             continue
         gathered = is_gathered(name, children)
-        regions[name] = Region(
+        shared_inputs[name] = SharedInputModule(
             name,
             module=m,
             axis=layers.axis,
@@ -131,8 +133,8 @@ def _find_regions(modules: Mapping[str, Any], layers: Layers, children: Mapping[
             divided=divided.get(name, ()),
             run=m.forward,
         )
-        m.forward = regions[name]
-    return regions
+        m.forward = shared_inputs[name]
+    return shared_inputs
 
 
 def _find_heads(module: torch.nn.Module, columns: list[str], layers: Layers) -> Heads | None:

@@ -21,7 +21,7 @@ __all__ = ["apply_over_unit_axes", "apply_to_unit", "gather_flat", "gather_unit"
 add_rows(*UNIT_ROWS)
 
 # After the slowest axis the unit is one tensor [k]. These rows of single tensors do the same for it.
-_OF_SHARDS = {"reduce_scatter": "reduce_scatter_shards", "partition": "own_part", "pad": "own_part_padded"}
+_SINGLE_TENSOR_ROW = {"reduce_scatter": "reduce_scatter_shards", "partition": "own_part", "pad": "own_part_padded"}
 _OF_ANY_TENSOR = ("own_part", "own_part_padded")
 
 
@@ -51,7 +51,7 @@ def _apply_rows(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> t
         return apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
     xs = apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
     for a in rest:
-        row = _OF_SHARDS.get(name, name)
+        row = _SINGLE_TENSOR_ROW.get(name, name)
         options = DimOptions(-1) if row in _OF_ANY_TENSOR else UnitOptions(spec_id)
         xs = apply(a.token, row, a.binding, options, *xs)
     return tuple(xs)
@@ -71,7 +71,7 @@ def apply_to_unit(name: str, spec_id: int, xs: Tensors) -> tuple[torch.Tensor, .
 
 # Values with the derivatives of a row. The leaves of a shard may exist already, since the shard was cut from them, or
 # be decoded; a sum of gradients may be decoded. Their derivatives are those of the exact gather and of the exact sum.
-class _AsIfBy(torch.autograd.Function):
+class _WithRowDerivatives(torch.autograd.Function):
     """Returns values as if a row had computed them from tensors, and differentiates like that row."""
 
     @staticmethod
@@ -121,7 +121,7 @@ def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], *tensors: t
     key = spec_of(spec_id).gather_key
     if key is not None:
         origin = [round_trip(Codec(*key), x.detach()) for x in origin]
-    return _AsIfBy.apply("gather", spec_id, bindings, 1, *tokens, shard, *origin)
+    return _WithRowDerivatives.apply("gather", spec_id, bindings, 1, *tokens, shard, *origin)
 
 
 @allow_in_graph
@@ -133,7 +133,7 @@ def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.T
         leaves = _apply_rows("gather", axes, spec_id, [shard.detach()])
     else:
         leaves = coded_gather(spec_id, axes, shard)
-    return _AsIfBy.apply("gather", spec_id, bindings, 1, *tokens, shard, *leaves)
+    return _WithRowDerivatives.apply("gather", spec_id, bindings, 1, *tokens, shard, *leaves)
 
 
 @allow_in_graph
@@ -145,7 +145,7 @@ def _coded_sum(name: str, spec_id: int, bindings: tuple[Binding, ...], *tensors:
         values = [flatten_unit(spec, coded_all_reduce(spec_id, axes, view_leaves(spec, xs[0])))]
     else:
         values = (coded_reduce_scatter if name == "reduce_scatter" else coded_all_reduce)(spec_id, axes, xs)
-    return _AsIfBy.apply(name, spec_id, bindings, len(xs), *tokens, *xs, *values)
+    return _WithRowDerivatives.apply(name, spec_id, bindings, len(xs), *tokens, *xs, *values)
 
 
 def gather_unit(spec_id: int, data: torch.Tensor, origin: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ def _apply_plan(run: PlannedRun) -> str:
         ("training.num_tokens_per_train_step", f"{c.global_batch} * {tokens}", True),
         ("training.max_norm", 1.0, True),
         ("training.dtype", '"float32"', True),
-        ("training.mixed_precision_param", f'"{_precision_lines(run)}"', True),
+        ("training.mixed_precision_param", f'"{_dtype_name(run)}"', True),
         ("training.enable_cpu_offload", c.offload > 0, True),
         ("training.disable_cuda_graphs", True, c.pp > 1 or c.ep > 1),
         ("parallelism.data_parallel_replicate_degree", replicate, True),
@@ -141,7 +141,7 @@ def _config_function(run: PlannedRun) -> str:
     return "\n".join([*lines, "    return apply_plan(config)", ""])
 
 
-def _precision_lines(run: PlannedRun) -> str:
+def _dtype_name(run: PlannedRun) -> str:
     return "float32" if run.config.precision == "float32" else "bfloat16"
 
 
@@ -174,6 +174,6 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         differences.append("float16: bfloat16 stands in its place, since torchtitan has no loss scale.")
     if c.precision != "float32":
         differences.append(
-            f"Parameters are float32 between steps and {_precision_lines(run)} in gathers, and have no second copy."
+            f"Parameters are float32 between steps and {_dtype_name(run)} in gathers, and have no second copy."
         )
     return tuple(differences)

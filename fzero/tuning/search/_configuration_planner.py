@@ -55,7 +55,7 @@ class ConfigurationPlanner:
 
     def _row(self, config: Configuration) -> TableRow:
         depths = depths_of(config, getattr(self.make_step, "blocks_alike", False))
-        models = _FewerBlocks(self, config)
+        models = _ExtrapolationModels(self, config)
         for three in zip(depths, depths[1:], depths[2:], strict=False):
             summaries = models.extrapolate(three)
             if summaries is not None:
@@ -83,7 +83,7 @@ class ConfigurationPlanner:
 
 
 @dataclass
-class _FewerBlocks:
+class _ExtrapolationModels:
     """The models of fewer blocks from which a configuration is extrapolated. Each is traced once.
 
     Attributes:

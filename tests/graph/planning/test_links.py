@@ -1,4 +1,4 @@
-"""What a collective takes: where its ranks are, the steps of its ring, the slowest link on its way."""
+"""What a collective link_seconds: where its ranks are, the steps of its ring, the slowest link on its way."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ import fzero
 from fzero.graph.planning._collective_seconds import _route_of
 from fzero.graph.planning._hardware import Hardware
 
-# an operation takes no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
+# an operation link_seconds no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
 HARDWARE = Hardware(
     "cuda",
     1e30,
@@ -36,7 +36,7 @@ KINDS = {
 }
 
 
-def takes(kind: str, hardware: Hardware = HARDWARE, **axes: int) -> float:
+def link_seconds(kind: str, hardware: Hardware = HARDWARE, **axes: int) -> float:
     """Plan one collective over dp, of which each rank gives 1,024 float32."""
     mesh = fzero.mesh(**dict.fromkeys(axes, 1))
     step = fzero.shard(lambda p, x: (p, fzero.PerRank(KINDS[kind](x))), stage=0, mesh=mesh, axis="dp")
@@ -66,7 +66,7 @@ def test_the_route_of_a_collective_is_that_of_the_first_ranks_group(sizes, ranks
 
 BYTES = 4 * NUMBERS
 CASES: dict[str, tuple[str, dict[str, int], float]] = {
-    # kind, the mesh, what it takes beside the latency of 5: steps, then bytes
+    # kind, the mesh, what it link_seconds beside the latency of 5: steps, then bytes
     "a ring in a machine": ("all_gather", {"dp": 8}, 7 * 0.25 + 8 * BYTES * 7 / 8 / 100),
     "a ring through eight machines": (
         "all_gather",
@@ -98,24 +98,26 @@ CASES: dict[str, tuple[str, dict[str, int], float]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_seconds_of_a_collective_equal_hand_computed_ones(name):
     kind, axes, expected = CASES[name]
-    assert takes(kind, **axes) == pytest.approx(5 + expected)
+    assert link_seconds(kind, **axes) == pytest.approx(5 + expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collective_takes_longer_over_more_ranks_and_the_latency_over_one(kind):
-    times = [takes(kind, dp=n) for n in (1, 2, 8, 16, 1024)]
+    times = [link_seconds(kind, dp=n) for n in (1, 2, 8, 16, 1024)]
     assert times[0] == 5 and all(a <= b for a, b in itertools.pairwise(times)) and times[1] < times[3]
     if kind != "all_to_all":  # whose bytes for others are what counts
         slow = HARDWARE._replace(link_bandwidth=1e30, network_bandwidth=1e30)
-        assert takes(kind, slow, dp=1024) > takes(kind, slow, dp=16) > takes(kind, slow, dp=8)
+        assert link_seconds(kind, slow, dp=1024) > link_seconds(kind, slow, dp=16) > link_seconds(kind, slow, dp=8)
 
 
 def test_a_link_that_was_given_counts_along_its_axis():
-    given_ = HARDWARE._replace(axis_bandwidths=(("dp", 50.0),))
-    assert takes("all_gather", given_, dp=8) == pytest.approx(5 + 7 * 0.25 + 7 * BYTES / 50)
-    assert takes("all_gather", given_, dp=64) == pytest.approx(5 + 56 * 0.25 + 7 * 2 + 63 * BYTES / 50)
-    assert takes("all_to_all", given_, dp=64) == pytest.approx(5 + 2 + BYTES * 63 / 64 / 50)
-    assert takes("all_gather", HARDWARE._replace(axis_bandwidths=(("tp", 1.0),)), dp=8) == takes("all_gather", dp=8)
+    hardware = HARDWARE._replace(axis_bandwidths=(("dp", 50.0),))
+    assert link_seconds("all_gather", hardware, dp=8) == pytest.approx(5 + 7 * 0.25 + 7 * BYTES / 50)
+    assert link_seconds("all_gather", hardware, dp=64) == pytest.approx(5 + 56 * 0.25 + 7 * 2 + 63 * BYTES / 50)
+    assert link_seconds("all_to_all", hardware, dp=64) == pytest.approx(5 + 2 + BYTES * 63 / 64 / 50)
+    assert link_seconds("all_gather", HARDWARE._replace(axis_bandwidths=(("tp", 1.0),)), dp=8) == link_seconds(
+        "all_gather", dp=8
+    )
 
 
 def test_jit_compares_schedules_as_before_where_no_machine_is_named():

@@ -208,7 +208,7 @@ def test_every_element_of_every_matrix_arrives_once_and_returns(shapes, n):
         for i in own:
             assert sum(size for m, size in got if m == i) == matrices[i].rows * matrices[i].columns
         assert {m for m, _ in got} == set(own)
-    assert assignment.used_numel <= sum(assignment.shards)  # never more than an all_gather
+    assert assignment.used_numel <= sum(assignment.shard_numels)  # never more than an all_gather
 
 
 def test_muon_orthogonalises_each_stacked_matrix_that_its_mask_names():

@@ -384,11 +384,11 @@ def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
 @pytest.mark.slow
 def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
     """The most backward passes that a rank holds is what the schedule says is in flight."""
-    from fzero.parallel.pipeline._row_executor import RowExecutor
+    from fzero.parallel.pipeline._rank_executor import RankExecutor
 
     for name, stages in NAMED.items():
         loss, most = loss_of(8, schedule=name, stages_per_rank=stages), {}
-        forward = RowExecutor._forward
+        forward = RankExecutor._forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
             result = forward(self, *args)
@@ -397,7 +397,7 @@ def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(RowExecutor, "_forward", counted)
+            patch.setattr(RankExecutor, "_forward", counted)
             mesh = fzero.mesh(pp=4, simulate="lockstep")
             trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
         schedule = loss.schedule(4)

@@ -21,7 +21,7 @@ def schedules(draw: Any, least: int = 1) -> PipelineSchedule:
     cap = draw(st.sampled_from([None, stages + extra, lambda rank: stages * (ranks - rank) + extra]))
     placement, split = draw(st.sampled_from(["loop", "v"])), draw(st.booleans())
     seconds = draw(durations(ranks * stages))
-    return greedy(ranks, micro_batches, stages, placement=placement, cap=cap, split=split, **seconds)
+    return greedy(ranks, micro_batches, stages, placement=placement, cap=cap, splits_backward=split, **seconds)
 
 
 def edit(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:

@@ -43,7 +43,7 @@ def test_no_more_is_in_flight_than_the_cap(ranks, micro_batches, stages, extra, 
     def cap(rank: int) -> int:
         return stages + (rank + extra) % 4
 
-    schedule_ = greedy(ranks, micro_batches, stages, cap=cap, split=split, placement=placement)
+    schedule_ = greedy(ranks, micro_batches, stages, cap=cap, splits_backward=split, placement=placement)
     check(schedule_)
     assert all(schedule_.in_flight(rank) <= cap(rank) for rank in range(ranks))
 
@@ -88,7 +88,7 @@ def test_efficiencies_are_those_of_the_papers(ranks, micro_batches):
 @pytest.mark.parametrize("ranks,micro_batches", [(4, 4), (5, 4), (5, 5)])
 def test_a_greedy_order_in_less_memory_may_end_sooner_and_is_taken(ranks, micro_batches):
     result = schedule("zbv", ranks, micro_batches, 2, weight=0.5)
-    other = greedy(ranks, micro_batches, 2, placement="v", cap=result.in_flight, split=True, weight=0.5)
+    other = greedy(ranks, micro_batches, 2, placement="v", cap=result.in_flight, splits_backward=True, weight=0.5)
     assert result.timing(weight=0.5).makespan <= other.timing(weight=0.5).makespan
 
 
@@ -98,7 +98,7 @@ def test_a_known_schedule_is_never_longer_than_the_greedy_order_in_its_memory(kn
     schedule_ = schedule(name, ranks, micro_batches, stages, **given_durations)
     cap = None if name == "gpipe" else schedule_.in_flight
     loop, split = "v" if name == "zbv" else "loop", NAMES[name].splits_backward
-    other = greedy(ranks, micro_batches, stages, placement=loop, cap=cap, split=split, **given_durations)
+    other = greedy(ranks, micro_batches, stages, placement=loop, cap=cap, splits_backward=split, **given_durations)
     assert schedule_.timing(**given_durations).makespan <= other.timing(**given_durations).makespan * (1 + 1e-9)
 
 
@@ -115,9 +115,9 @@ def test_the_generator_gives_the_numbers_of_the_study(ranks, micro_batches):
     all_schedules = [
         greedy(ranks, micro_batches),
         greedy(ranks, micro_batches, cap=lambda rank: ranks - rank),
-        greedy(ranks, micro_batches, cap=ranks, split=True),
-        greedy(ranks, micro_batches, cap=2 * ranks - 1, split=True),
-        greedy(ranks, micro_batches, 2, cap=2 * ranks, split=True),
+        greedy(ranks, micro_batches, cap=ranks, splits_backward=True),
+        greedy(ranks, micro_batches, cap=2 * ranks - 1, splits_backward=True),
+        greedy(ranks, micro_batches, 2, cap=2 * ranks, splits_backward=True),
     ]
     figures = [(round(s.timing().efficiency, 3), s.in_flight(0) * s.ranks / s.stages) for s in all_schedules]
     assert figures == STUDY[ranks, micro_batches]
@@ -142,7 +142,7 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b_for_its_shortest_step():
     schedule_ = schedule("zb", 4, 8)
     assert schedule_.timing().makespan == 27
     assert {schedule_.in_flight(rank) for rank in range(4)} == {4}
-    assert greedy(4, 8, cap=4, split=True).timing().makespan == 29
+    assert greedy(4, 8, cap=4, splits_backward=True).timing().makespan == 29
 
 
 @pytest.mark.slow

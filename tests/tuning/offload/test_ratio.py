@@ -149,8 +149,8 @@ BAD["a host's budget of 0"] = ({"host_budget": 0}, ValueError, r"host_budget=0: 
 
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_arguments_of_offload_ratio_are_refused(name):
-    given_, error, message = BAD[name]
-    asked: dict[str, Any] = {"make_step": lambda r: planned(r), "memory_budget": 10**9} | given_
+    options, error, message = BAD[name]
+    asked: dict[str, Any] = {"make_step": lambda r: planned(r), "memory_budget": 10**9} | options
     with pytest.raises(error, match=message):
         fzero.tuning.offload_ratio(**asked)
 

@@ -8,14 +8,14 @@ import torch
 from fzero import tree
 from fzero._dtypes import sum_dtype
 from fzero.graph import loop
-from fzero.parallel.pipeline._stage_functions import FlatParams, Stages, ValueSpec
+from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages, ValueSpec
 from fzero.parallel.pipeline._value_specs import loss_cotangent, probe
 
-__all__ = ["RowRecorder"]
+__all__ = ["RankRecorder"]
 
 
-class RowRecorder:
-    """Records one rank's row of a schedule, for a graph that will run it.
+class RankRecorder:
+    """Records one rank's part of a schedule, for a graph that will run it.
 
     Attributes:
         stages: the pipeline's stages.
@@ -24,7 +24,7 @@ class RowRecorder:
         sums: by the index of a parameter, the sums of its gradient: one for each of the rank's stages that may use it.
     """
 
-    def __init__(self, stages: Stages, params: FlatParams, scale: torch.Tensor | None) -> None:
+    def __init__(self, stages: PipelineStages, params: FlatParams, scale: torch.Tensor | None) -> None:
         self.stages, self.params, self.scale = stages, params, scale
         self.sums: dict[int, list[torch.Tensor]] = {}
 

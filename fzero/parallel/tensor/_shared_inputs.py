@@ -1,4 +1,4 @@
-"""Regions: modules such as attention or an MLP, whose layers share one input and run on the rank's part of it."""
+"""Modules such as attention or an MLP, whose layers share one input and run on the rank's part of it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from fzero.axes import axis_if_bound, axis_size
 from fzero.parallel.tensor._boundaries import enter
 from fzero.parallel.tensor._style_splits import Heads
 
-__all__ = ["Region", "override_parameters"]
+__all__ = ["SharedInputModule", "override_parameters"]
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def override_parameters(
 
 
 @dataclass(frozen=True)
-class Region:
+class SharedInputModule:
     """A module that holds several column-parallel layers, or whose attributes are divided among the ranks.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Run one rank's row of a schedule: action by action, and the messages between them."""
+"""Run one rank's part of a schedule: action by action, and the messages between them."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from fzero._dtypes import sum_dtype
 from fzero._torch import group_of
 from fzero.axes import is_lockstep
 from fzero.collectives import StageMessages
-from fzero.parallel.pipeline._stage_functions import FlatParams, Stages
+from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages
 from fzero.parallel.pipeline._value_specs import loss_cotangent, value_spec_of
 from fzero.parallel.schedules import Action, Value, output_of, programs
 
-__all__ = ["RowExecutor"]
+__all__ = ["RankExecutor"]
 
 
 @dataclass
-class RowExecutor:
-    """One rank's row of a schedule, as it runs.
+class RankExecutor:
+    """One rank's part of a schedule, as it runs.
 
     Attributes:
         stages: the pipeline's stages.
@@ -35,7 +35,7 @@ class RowExecutor:
         sums: the total and the weight so far.
     """
 
-    stages: Stages
+    stages: PipelineStages
     params: FlatParams
     backward: bool
     scale: torch.Tensor | None = None
@@ -45,7 +45,7 @@ class RowExecutor:
     sums: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run all instructions of the row, and return the total and the weight."""
+        """Run all instructions of the rank, and return the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
         _check_same_schedule(stages, tensors[0].device)
         spec = value_spec_of(stages, self.params, tensors)
@@ -129,7 +129,7 @@ class RowExecutor:
                 self.grads[index] = new.clone() if new.dtype == wide else new.to(wide)
 
 
-def _check_same_schedule(stages: Stages, device: torch.device) -> None:
+def _check_same_schedule(stages: PipelineStages, device: torch.device) -> None:
     """Check once that the processes along the axis have the same schedule, since they would deadlock otherwise.
 
     Raises:
