@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import tree
 from fzero._arguments import check_choice, did_you_mean
 from fzero._torch import allow_in_graph
 from fzero._tracebacks import api_boundary
@@ -108,12 +109,16 @@ class Codec:
     def encode(self, x: torch.Tensor) -> EncodedTensor:
         """Encode a tensor of any shape and floating-point dtype, in row-major order.
 
+        Raises:
+            TypeError: if `x` is not a floating-point tensor.
+
         Example:
             >>> x = torch.tensor([1.0, -0.75, 0.25])
             >>> encoded = int4().encode(x)
             >>> encoded.payload.tolist(), encoded.magnitudes.tolist()
             ([183, 2], [1.0])
         """
+        _check_floating_point("encode", x)
         blocks = self.to_blocks(x.reshape(-1))
         magnitudes = largest_magnitudes(blocks)
         codes = encode_blocks(self, blocks, magnitudes)
@@ -124,22 +129,44 @@ class Codec:
     ) -> torch.Tensor:
         """Decode a tensor of this shape. A block with an element that was not finite is nan.
 
+        Raises:
+            TypeError: if `encoded` is not a pair of tensors, as `encode` returns it.
+            ValueError: if a tensor of this shape has other bytes or blocks by this codec.
+
         Example:
             >>> codec, x = int4(), torch.tensor([1.0, -0.75, 0.25])
             >>> codec.decode(codec.encode(x), x.shape)
             tensor([ 1.0000, -0.7143,  0.2857])
         """
         numel = torch.Size(shape).numel()
+        self._check_encoded(encoded, tuple(shape), numel)
         blocks = self.to_blocks(unpack(self.code_kind, encoded.payload, numel))
         values = decode_blocks(self, blocks, encoded.magnitudes)
         return values.flatten(-2)[..., :numel].view(shape).to(dtype)
+
+    def _check_encoded(self, encoded: EncodedTensor, shape: tuple[int, ...], numel: int) -> None:
+        """Check that this codec made codes and magnitudes of so many elements, as far as their sizes tell."""
+        if not isinstance(encoded, tuple) or [isinstance(x, torch.Tensor) for x in encoded] != [True, True]:
+            raise TypeError(f"decode: encoded={tree.show(encoded)}: expected what encode returned, an EncodedTensor")
+        sizes = (-(-numel * self.code_kind.bits // 8), torch.uint8), (self.num_blocks(numel), torch.float32)
+        for name, x, (size, dtype) in zip(EncodedTensor._fields, encoded, sizes, strict=True):
+            if x.shape != (size,) or x.dtype != dtype:
+                expected = torch.empty(size, dtype=dtype, device="meta")
+                raise ValueError(
+                    f"decode: the {name} is {tree.show(x)}: expected {tree.show(expected)} for the shape {list(shape)} "
+                    f"by {self}; give the shape of the tensor that was encoded, and its codec"
+                )
 
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest possible error of each element of a tensor, float32 of its shape, before a cast.
 
         It is half a step of the block's codes, a whole one with stochastic rounding. A float8 code's step is relative
         to the element: 2^-4 of it for e4m3 and 2^-3 for e5m2, or half the smallest step.
+
+        Raises:
+            TypeError: if `x` is not a floating-point tensor.
         """
+        _check_floating_point("error_bound", x)
         kind, flat = self.code_kind, x.reshape(-1)
         scales = scales_of(kind, largest_magnitudes(self.to_blocks(flat)))
         of_element = scales.repeat_interleave(self.block)[: x.numel()].view(x.shape)
@@ -163,12 +190,21 @@ class Codec:
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Return the decoded code of a tensor. Its derivative is that of the identity.
 
+        Raises:
+            TypeError: if `x` is not a floating-point tensor.
+
         Example:
             >>> x = torch.tensor([1.0, -0.75, 0.25])
             >>> torch.func.grad(lambda x: (int4().round(x) ** 2).sum())(x)
             tensor([ 2.0000, -1.4286,  0.5714])
         """
+        _check_floating_point("round", x)
         return round_with(self.key, x, 0)
+
+
+def _check_floating_point(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name}: x={tree.show(x)}: expected a tensor of floating-point numbers; x.float() makes one")
 
 
 def encode_blocks(codec: Codec, blocks: torch.Tensor, magnitudes: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """Move tensors between ranks without summing: all_to_all, ppermute, broadcast."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero._arguments import is_int
 from fzero._call_hints import call_hints
 from fzero._torch import c10d
 from fzero._torch.types import Tensors
@@ -203,14 +204,26 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
     if len(axes) > 1:
         raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")
     n = axis_size(axis)
-    for verb, ranks in ("sends", [a for a, _ in perm]), ("receives", [b for _, b in perm]):
-        if len(set(ranks)) != len(ranks) or any(not 0 <= r < n for r in ranks):
-            raise ValueError(
-                f"perm={list(perm)}: expected pairs (from, to) of ranks 0 to {n - 1}, in which no rank {verb} twice"
-            )
+    pairs = _pairs_of_ranks(perm, n)
     if not axes:
-        return x if perm else torch.zeros_like(x)
-    return apply_along("ppermute", x, axes, PermutationOptions(tuple([(sender, to) for sender, to in perm])))
+        return x if pairs else torch.zeros_like(x)
+    return apply_along("ppermute", x, axes, PermutationOptions(pairs))
+
+
+def _pairs_of_ranks(perm: Any, n: int) -> tuple[tuple[int, int], ...]:
+    """Check the argument `perm` of ppermute over n ranks, and return it as pairs of ints.
+
+    Raises:
+        ValueError: if it is no list of pairs of ranks, or a rank sends or receives twice.
+    """
+    given = list(perm) if isinstance(perm, Iterable) else perm
+    expected = f"perm={given!r}: expected pairs (from, to) of ranks 0 to {n - 1}"
+    if not isinstance(given, list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
+        raise ValueError(f"{expected}, such as [(0, {n - 1})]")
+    for verb, ranks in ("sends", [a for a, _ in given]), ("receives", [b for _, b in given]):
+        if not all(is_int(r) and 0 <= r < n for r in ranks) or len(set(ranks)) != len(ranks):
+            raise ValueError(f"{expected}, in which no rank {verb} twice")
+    return tuple([(sender, to) for sender, to in given])
 
 
 @call_hints
@@ -236,8 +249,8 @@ def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
         tensor(6)
     """
     n, axes = axis_size(axis), join_axes(resolve_axes(axis))
-    if not 0 <= source < n:
-        raise ValueError(f"source={source}: expected a rank, 0 to {n - 1}")
+    if not is_int(source) or not 0 <= source < n:
+        raise ValueError(f"source={source!r}: expected a rank, 0 to {n - 1}")
 
     def one(path: str, x: Any) -> torch.Tensor:
         x, rank = check_tensor(path, x), source

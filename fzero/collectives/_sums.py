@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero._arguments import is_int
 from fzero._call_hints import call_hints
 from fzero._torch import c10d
 from fzero._torch.types import Tensors
@@ -367,9 +368,9 @@ def check_dim(name: str, x: Any, dim: int, min_ndim: int = 1) -> int:
     """Check a dimension of a tensor, and count it from the front."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} takes one tensor, but was given {x!r}; for a tree use tree.map")
-    if not -x.ndim <= dim < max(x.ndim, 1 - min_ndim):
+    if not is_int(dim) or not -x.ndim <= dim < max(x.ndim, 1 - min_ndim):
         expected = f"expected {-x.ndim} to {x.ndim - 1}" if x.ndim else "give it one, such as by x.unsqueeze(0)"
-        raise ValueError(f"{name}: dim={dim} is not a dimension of a tensor {list(x.shape)}: {expected}")
+        raise ValueError(f"{name}: dim={dim!r} is not a dimension of a tensor {list(x.shape)}: {expected}")
     return dim % max(x.ndim, 1)
 
 

@@ -153,3 +153,44 @@ def test_rounding_differentiates_as_the_identity(kind):
 def test_the_error_of_a_codec_names_its_wrong_argument(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+NUMBERS = torch.tensor([1.0, -0.5, 0.25, 2.0])
+IN_8_BITS, COUNTS = codecs.int8().encode(NUMBERS), torch.ones(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "decode,error,text",
+    [
+        (lambda: codecs.int8().decode(IN_8_BITS, (5,)), ValueError, r"uint8 \[4\]: .* uint8 \[5\]"),
+        (
+            lambda: codecs.int8().decode(IN_8_BITS, (3,)),
+            ValueError,
+            r"for the shape \[3\] by Codec",
+        ),
+        (lambda: codecs.int4().decode(IN_8_BITS, (4,)), ValueError, r"uint8 \[4\]: .* uint8 \[2\]"),
+        (
+            lambda: codecs.int8(2).decode(IN_8_BITS, (4,)),
+            ValueError,
+            r"magnitudes is float32 \[1\]",
+        ),
+        (
+            lambda: codecs.int8().decode(codecs.EncodedTensor(NUMBERS, torch.ones(1)), (4,)),
+            ValueError,
+            r"decode: the payload is float32 \[4\]: expected uint8 \[4\]",
+        ),
+        (lambda: codecs.int8().decode(NUMBERS, (4,)), TypeError, "expected what encode returned"),  # pyright: ignore
+        (lambda: codecs.int8().encode([1, 2]), TypeError, r"encode: x=.*: expected a tensor of"),  # pyright: ignore
+        (
+            lambda: codecs.int8().encode(torch.ones(2, dtype=torch.int64)),
+            TypeError,
+            r"encode: x=int64 \[2\]: expected a",
+        ),
+        (lambda: codecs.int8().round(COUNTS), TypeError, r"round: x=int64 \[2\]: expected a"),
+        (lambda: codecs.int8().error_bound([1.0]), TypeError, "error_bound: x=.*: expected a"),  # pyright: ignore
+    ],
+)
+def test_a_codec_decodes_its_own_codes_alone(decode, error, text):
+    """A wrong shape would add zeros or lose elements, and another codec's bytes would be numbers of no meaning."""
+    with pytest.raises(error, match=text):
+        decode()

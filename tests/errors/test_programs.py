@@ -84,6 +84,36 @@ COLLECTIVES: dict[str, Row] = {
         ValueError,
         r"dim=0 is not a dimension of a tensor \[\]",
     ),
+    "all_gather along a text": (
+        lambda: spmd(lambda: fzero.collectives.all_gather(X, dim="0")),  # pyright: ignore
+        ValueError,
+        r"all_gather: dim='0' is not a dimension of a tensor \[8, 3\]: expected -2 to 1",
+    ),
+    "broadcast from a text": (
+        lambda: spmd(lambda: fzero.collectives.broadcast(X, source="0")),  # pyright: ignore
+        ValueError,
+        r"source='0': expected a rank, 0 to 1",
+    ),
+    "ppermute to half a rank": (
+        lambda: spmd(lambda: fzero.collectives.ppermute(X, perm=[(0, 0.5)])),  # pyright: ignore
+        ValueError,
+        r"perm=\[\(0, 0\.5\)\]: expected pairs \(from, to\) of ranks 0 to 1, in which no rank receives twice",
+    ),
+    "ppermute to two ranks": (
+        lambda: spmd(lambda: fzero.collectives.ppermute(X, perm=[(0, 1), (0, 0)])),
+        ValueError,
+        r"perm=.*: expected pairs \(from, to\) of ranks 0 to 1, in which no rank sends twice",
+    ),
+    "ppermute by ranks without pairs": (
+        lambda: spmd(lambda: fzero.collectives.ppermute(X, perm=[0, 1])),  # pyright: ignore
+        ValueError,
+        r"perm=\[0, 1\]: expected pairs \(from, to\) of ranks 0 to 1, such as \[\(0, 1\)\]",
+    ),
+    "ppermute by a rank": (
+        lambda: spmd(lambda: fzero.collectives.ppermute(X, perm=1)),  # pyright: ignore
+        ValueError,
+        r"perm=1: expected pairs \(from, to\) of ranks 0 to 1, such as",
+    ),
 }
 
 

@@ -42,6 +42,12 @@ MUTANTS = [
     ),
     *File("collectives/_moves.py").faults(
         Fault("all_to_all returns the rank's own rows", "", bare("A.transpose(0, B.dim)")),
+        Fault(
+            "a message to half a rank is dropped",
+            "_pairs_of_ranks",
+            dropped("is_int(r)"),
+            ("tests/errors/test_programs.py",),
+        ),
         Fault("the transpose of ppermute sends in the same direction", "", becomes("(to, A)", "(A, to)")),
         Fault(
             "a broadcast's gradient goes to all ranks, not to the source only",

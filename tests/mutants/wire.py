@@ -34,6 +34,8 @@ MUTANTS = [
             "Codec.error_bound",
             becomes("1 + (A.largest + 1) * 2**-22", "1"),
         ),
+        Fault("codes of another codec are decoded", "Codec._check_encoded", never("A != B or C")),
+        Fault("integers are encoded as numbers", "_check_floating_point", dropped("not A.is_floating_point()")),
         Fault("the gradient is rounded, too", "_Round.backward", becomes("A[0]", "A[0].bfloat16().float()")),
         Fault("a vmap rounds all its values as one tensor", "_Round.vmap", becomes("leading + 1", "leading")),
     ),
