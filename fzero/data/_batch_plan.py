@@ -114,9 +114,11 @@ def _solve_sizes(settings: dict[str, Any], ranks: int) -> BatchPlan:
         )
     if total % rest:
         missing = "accumulation" if "micro_batch" in settings else "micro_batch"
+        below, above = total // rest * rest, (total // rest + 1) * rest
+        nearest = f"nearest global batches are {below} and {above}" if below else f"smallest global batch is {above}"
         raise ValueError(
             f"{text} and {ranks} data-parallel ranks: {total} is not a multiple of {rest}, so no {missing} fits; the "
-            f"nearest global batches are {total // rest * rest or rest} and {(total // rest + 1) * rest}"
+            f"{nearest}"
         )
     quotient = total // rest
     return BatchPlan(total, settings.get("micro_batch", quotient), settings.get("accumulation", quotient), ranks)

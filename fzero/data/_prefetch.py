@@ -51,11 +51,16 @@ def prefetch(batches: Iterable[_T], mesh: Mesh, ahead: int = 1) -> Iterator[_T]:
 
 
 def _copy_ahead(batches: Iterator[_T], device: torch.device, ahead: int) -> Iterator[_T]:
-    """Copy batches on a stream of their own. The caller's stream waits for a batch's copies only when it is used."""
+    """Copy batches on a stream of their own. The caller's stream waits for a batch's copies only when it is used.
+
+    That stream waits for what the caller queued before a batch is taken: a batch may be made of values on the device
+    that the caller still computes. Copies then run beside the step that the caller queues next.
+    """
     stream = torch.Stream(device)
     pending: deque[tuple[_T, torch.Event]] = deque()
 
     def take(count: int) -> None:
+        stream.wait_stream(torch.accelerator.current_stream(device))
         for _ in range(count):
             with stream:
                 for batch in islice(batches, 1):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._arguments import check_callable
+from fzero._arguments import check_callable, check_int, is_int
 from fzero._dtypes import sum_dtype
 from fzero._tracebacks import api_boundary, api_boundary_with
-from fzero.axes import AxisName, axis_index
+from fzero.axes import AxisName, axis_index, axis_size
 from fzero.collectives import all_gather_invariant, psum
 from fzero.optim import Precision
 from fzero.parallel.pipeline import Pipeline
@@ -55,9 +55,10 @@ def evaluate(
         batch, and the sum of their weights. Both are in float32 at least, and equal on all ranks.
 
     Raises:
-        TypeError: if `step` is not a sharded step; when called, if the last argument is not a number of rows.
-        ValueError: when called, if a value is not one number per example. The message names the value. Also if `axis`
-            names an axis that is not among those of the step's batch.
+        TypeError: if `step` is not a sharded step; when called, if the last argument is not a number of rows, or `f`
+            returns no pair although `weighted` is set.
+        ValueError: when called, if a value is not one number per example. The message names the value. Also if the
+            global batch has not so many rows, or `axis` names an axis that is not among those of the step's batch.
 
     Example:
         >>> import fzero, torch
@@ -74,15 +75,17 @@ def evaluate(
 
     def totals(*args: Any) -> Any:
         """Return the sums of the values over the first rows of the global batch, and of their weights."""
-        if len(args) < 2 or (not isinstance(args[-1], int) and getattr(args[-1], "ndim", 1)):
+        if len(args) < 2 or (not is_int(args[-1]) and getattr(args[-1], "ndim", 1)):
             raise TypeError(
                 "evaluate's program takes (params, ..., batch, rows), and the last argument is not a number of rows: "
                 "take both from fzero.data.epoch, or pass the number of examples of the global batch"
             )
         *trees, batch, rows = args
         out = f(*_full_arguments(trees, gather, precision), batch)
-        values, weights = out if weighted else (out, None)
+        values, weights = _values_and_weights(f, out) if weighted else (out, None)
         b = _count_examples("evaluate", f, values if weights is None else (values, weights))
+        if is_int(rows):
+            check_int("rows", rows, 0, "a number of examples of the global batch", maximum=b * axis_size(axes))
         device = tree.tensors(values)[0].device  # the rows are counted on the host
         index = torch.arange(b, device=device) + axis_index(axes, device=device) * b
         is_real = index < rows
@@ -184,6 +187,20 @@ def _count_examples(name: str, f: Any, values: Any) -> int:
                 f"expected {expected}"
             )
     return leaves[0].shape[0]
+
+
+def _values_and_weights(f: Any, out: Any) -> tuple[Any, Any]:
+    """Return the values and the weights of a weighted evaluation.
+
+    Raises:
+        TypeError: if the function returns no pair.
+    """
+    if not isinstance(out, tuple | list) or len(out) != 2 or not isinstance(out[1], torch.Tensor):
+        raise TypeError(
+            f"fzero.evaluate(weighted=True): {_function_name(f)} returns {tree.show(out)}: expected a pair "
+            "(values, weights), a tree of tensors [examples] and a tensor [examples]"
+        )
+    return out[0], out[1]
 
 
 def _function_name(f: Any) -> str:

@@ -1,7 +1,5 @@
 """The source of a tree's leaves: a tree, a function that returns one, or a module."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,23 +32,18 @@ def make_source(label: str, values: Any, lazy: bool, donated_to: str | None = No
         values = initializer(values) if is_on_meta(values) else trainable_params(values)
     if not callable(values):
         return make_supply(label, values, donated_to)
-    make = _refuse_module(values)
-    source = try_trace(make) if lazy else None
-    return make_supply(label, make(), donated_to) if source is None else source
+    source = try_trace(values) if lazy else None
+    if source is None:
+        return make_supply(label, _check_no_module(values()), donated_to)
+    _check_no_module(source.values)
+    return source
 
 
-def _refuse_module(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the function, with an error if it returns a module."""
-
-    @functools.wraps(make)
-    def make_tree() -> Any:
-        values = make()
-        if isinstance(values, torch.nn.Module):
-            kind = type(values).__name__
-            raise TypeError(
-                f"the function returned a module, {kind}: pass the module itself, step.init(module, opt), built within "
-                'torch.device("meta") if it does not fit'
-            )
-        return values
-
-    return make_tree
+def _check_no_module(values: Any) -> Any:
+    """Check that a function returned no module, and return its result."""
+    if isinstance(values, torch.nn.Module):
+        raise TypeError(
+            f"the function returned a module, {type(values).__name__}: pass the module itself, step.init(module, opt), "
+            'built within torch.device("meta") if it does not fit'
+        )
+    return values

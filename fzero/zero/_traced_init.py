@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -37,13 +38,18 @@ class _TracedInit:
     _nodes: dict[Node, list[int]]  # the node that computes a leaf -> the leaf's positions
 
     @property
+    def values(self) -> Any:
+        """The tree, with meta tensors for its leaves."""
+        return tree.unflatten(self.structure, self.leaves)
+
+    @property
     def needs_checksums(self) -> bool:
         """Whether the values are compared later: they do not exist before `iter_leaves`."""
         return True
 
     def check_before(self, label: str, mesh: Mesh) -> None:
         """Compare the tree's structure, shapes and dtypes between ranks."""
-        check_same_structure(label, tree.unflatten(self.structure, self.leaves), mesh)
+        check_same_structure(label, self.values, mesh)
 
     def iter_leaves(self) -> Iterator[SourceLeaf]:
         """Compute the leaves in the order of the function, random numbers included.
@@ -91,10 +97,10 @@ def try_trace(init: Callable[[], Any]) -> _TracedInit | None:
     except Exception as error:  # an error of init itself is raised again when init is called
         random.setstate(states[0])
         torch.set_rng_state(states[1])
-        name, reason = getattr(init, "__name__", "the init function"), " ".join(str(error).split())[:120]
+        name, reason = getattr(init, "__name__", "the init function"), shorten(str(error), 120, placeholder=" ...")
         warn_once(
-            f"fzero: {name} cannot be traced ({type(error).__name__}: {reason}), so every rank holds the whole tree "
-            "while it is sharded"
+            f"fzero: {name} cannot be traced, so every rank holds the whole tree while it is sharded: "
+            f"{type(error).__name__}: {reason}"
         )
         return None
 

@@ -32,6 +32,15 @@ def evaluated(*args: Any) -> Any:
     return program(*args)
 
 
+def evaluated_rows(rows: Any) -> Any:
+    return evaluated(init(3)[0], MESH.split(torch.ones(8, 4)), rows)
+
+
+def evaluated_with_weights(result: Any) -> Any:
+    program = fzero.evaluate(step_of(3), lambda params, batch: result(batch.sum(1)), weighted=True)
+    return program(init(3)[0], MESH.split(torch.ones(8, 4)), 8)
+
+
 def pipeline(**parts: Any) -> Any:
     usual = {"block": torch.mul, "first": lambda rest, batch: batch, "last": lambda rest, x, batch: x.mean()}
     return fzero.pipeline(micro_batches=2, **(usual | parts))
@@ -56,6 +65,23 @@ ROWS: dict[str, Row] = {
         lambda: evaluated(init(3)[0], MESH.split(torch.ones(4, 4))),
         TypeError,
         r"evaluate's program takes \(params, \.\.\., batch, rows\)",
+    ),
+    "rows below 0": (
+        lambda: evaluated_rows(-3),
+        ValueError,
+        r"rows=-3: expected a number of examples of the global ba",
+    ),
+    "rows beyond the batch": (lambda: evaluated_rows(9), ValueError, r"rows=9: expected .*, an int from 0 to 8$"),
+    "a truth value as rows": (lambda: evaluated_rows(True), TypeError, r"the last argument is not a number of rows"),
+    "a weighted result without weights": (
+        lambda: evaluated_with_weights(lambda x: {"error": x}),
+        TypeError,
+        r"evaluate\(weighted=True\): <lambda> returns .*: expected a pair \(values, weights\)",
+    ),
+    "a weighted result of two names": (
+        lambda: evaluated_with_weights(lambda x: {"error": x, "tokens": x}),
+        TypeError,
+        r"evaluate\(weighted=True\): <lambda> returns .*: expected a pair \(values, weights\)",
     ),
     "no arguments of evaluate's program": (evaluated, TypeError, r"evaluate's program takes \(params"),
     "a function that returns a module": (

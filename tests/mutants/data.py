@@ -68,6 +68,13 @@ MUTANTS = [
         Fault("rows that fill up the last batch count", "epoch", bare("min(A, B - start)")),
         Fault("the mean of batches ignores their sizes", "mean", bare("B.C(torch.add, D, A)")),
     ),
+    *File("data/_prefetch.py", ("tests/data/test_prefetch.py",)).faults(
+        Fault("a batch is made before its values are computed", "_copy_ahead", skipped("stream.wait_stream(A)")),
+        Fault("a batch is used before it is copied", "_copy_ahead", skipped("current.wait_event(event)")),
+    ),
+    *File("zero/_evaluate.py", ("tests/errors/test_first_hour.py",)).faults(
+        Fault("more rows are measured than a batch has", "evaluate.totals", dropped("maximum=A")),
+    ),
     *File("zero/_evaluate.py", DATA).faults(
         Fault(
             "every rank of an evaluation takes the first rank's rows", "evaluate.totals", bare("A + B(C, device=E) * D")

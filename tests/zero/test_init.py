@@ -236,7 +236,14 @@ def test_an_init_function_that_cannot_be_traced_runs_unsharded_with_a_notice(cap
     step = step_on(3, dp=2)
     params, _ = step.init(reads_data, optim.sgd(0.1))
     assert_trees_close(step.gather(params), expected, rtol=0)
-    assert "reads_data cannot be traced (DataDependentError" in caplog.text and "whole tree" in caplog.text
+    assert "reads_data cannot be traced, so every rank holds the whole tree" in caplog.text
+    assert "sharded: DataDependentError: " in caplog.text
+
+
+def test_an_init_function_that_returns_a_module_is_refused_without_a_notice(caplog):
+    with pytest.raises(TypeError, match=r"returned a module, Linear: pass the module itself"):
+        step_on(3, dp=2).init(lambda: torch.nn.Linear(2, 2), optim.sgd(0.1))
+    assert not caplog.text
 
 
 def test_a_profiler_goes_on_and_init_is_still_traced(caplog):
