@@ -220,6 +220,9 @@ MUTANTS = [
         Fault("a sum overwrites an argument", "in_place", dropped("A.producers[B].op == 'call_function'")),
         Fault("a loop's sum is copied before it is read", "in_place", never("s in A"), LOOP_PLANS),
     ),
+    *File("graph/ir/_nodes.py", AXIS_ORDER).faults(
+        Fault("units pass between hosts in each iteration", "only_feeds", becomes("all(A)", "False")),
+    ),
     *File("graph/ir/_node_work.py", AXIS_ORDER).faults(
         Fault(
             "a unit that was gathered over the hosts stays gathered within the host",
@@ -232,20 +235,20 @@ MUTANTS = [
         Fault(
             "no unit stays gathered between iterations", "hoist", (swapped("<=", "<"), becomes("max_reuse_bytes", "0"))
         ),
-        Fault("units pass between hosts in each iteration", "_only_feeds", becomes("all(A)", "False"), AXIS_ORDER),
         Fault(
             "the bytes of a unit that stays gathered count twice", "_map_constants", bare("B.setdefault(C(A, D), A)")
         ),
         Fault(
             "the gather of a value that changes by iteration is moved out of the loop",
-            "_map_constants",
+            "hoist",
             becomes("A[:B.C.D]", "A[:1]"),
         ),
         Fault(
             "the scales of codes pass between hosts in each iteration",
-            "hoist",
-            becomes("not _only_feeds(A, is_maximum)", "False"),
+            "_scales",
+            becomes("not only_feeds(A, is_maximum)", "False"),
             ("tests/sharding/maps/test_coded.py",),
         ),
+        Fault("a part passes between hosts in each micro-batch", "hoist", skipped("_merge_parts(graph)"), AXIS_ORDER),
     ),
 ]

@@ -64,10 +64,10 @@ PRECISIONS = {
     "float32 shards": fzero.Precision(torch.bfloat16, shard=torch.float32),
     "sums in bfloat16": fzero.Precision(torch.bfloat16, reduce=torch.bfloat16, grad=torch.float32),
 }
-FEW = [("float32", 3, False), ("float32 shards", 1, True), ("sums in bfloat16", 3, True)]
+FEW = [("float32", 3, False), ("float32", 2, True), ("float32 shards", 1, True), ("sums in bfloat16", 3, True)]
 
 
-@pytest.mark.parametrize("name,k,remat", cases(FEW, itertools.product(PRECISIONS, (1, 3), (False, True))))
+@pytest.mark.parametrize("name,k,remat", cases(FEW, itertools.product(PRECISIONS, (1, 2, 3), (False, True))))
 def test_a_unit_passes_between_hosts_once_a_step_and_within_a_host_as_often_as_at_stage_3(name, k, remat):
     precision = PRECISIONS[name]
     usual, hosts_first = (

@@ -1,6 +1,6 @@
 """Nodes of a flat graph: what stands for their values, and who reads them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "is_carried",
     "is_input",
     "nbytes",
+    "only_feeds",
     "signature",
     "stand_ins_of",
     "stand_ins_of_args",
@@ -97,6 +98,14 @@ def views_and_users(value: Node, decoded: bool = False) -> tuple[list[Node], lis
                 visited.add(user)
                 (views if is_view(user) or (decoded and decodes(user)) else users).append(user)
     return views, users
+
+
+def only_feeds(value: Node, kind: Callable[[Node], bool]) -> bool:
+    """Return whether all users of a value, through views, are of one kind.
+
+    So a unit that was gathered over one axis only feeds the gather over the next.
+    """
+    return all(kind(user) for user in views_and_users(value)[1])
 
 
 def describe(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:

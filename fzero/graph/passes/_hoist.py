@@ -1,6 +1,9 @@
-"""hoist: units that every iteration of a loop gathers are gathered once, before the loop."""
+"""hoist: units that every iteration of a loop gathers are gathered once, before the loop.
 
-from collections.abc import Callable, Mapping, Sequence
+What is gathered over one axis, to be gathered over the next, is gathered once in a graph, with or without a loop.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +19,9 @@ from fzero.graph.ir import (
     is_maximum,
     is_wait,
     nbytes,
+    only_feeds,
     parameter_gathers,
     stand_ins_of,
-    views_and_users,
 )
 from fzero.graph.loop._loop import Loop, loop_of, new_loop_function
 
@@ -26,7 +29,7 @@ __all__ = ["hoist"]
 
 
 def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
-    """Move gathers of parameters out of loops, except for the loops of pipelines.
+    """Move gathers of parameters out of loops, except for the loops of pipelines, and gather parts once.
 
     A gathered unit then stays in memory for all iterations: the loop sends fewer bytes and holds more. A pipeline's
     gathers differ by rank, but the graph around its loop must not.
@@ -34,29 +37,30 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
     Args:
         graph: a flat graph.
         max_reuse_bytes: a gathered unit is hoisted if an iteration uses at most this many bytes of other units. What
-            is gathered over one axis, to be gathered over the next, is always hoisted: an iteration holds it from the
-            forward to the backward pass anyway. The scales of codes are hoisted with it.
+            is gathered over one axis, to be gathered over the next, is always hoisted, and stays from the forward to
+            the backward pass. The scales of codes stay with it.
 
     Returns:
         A graph with the same results, bit for bit.
     """
-    if not _loop_nodes(graph):
+    if not _loop_nodes(graph) and not _has_repeated_parts(graph):
         return graph
     graph = copy_graph(graph)
     for node in _loop_nodes(graph):
         loop = loop_of(node)
         assert loop is not None
-        constants = _map_constants(loop)
+        inputs = [n for n in loop.body.nodes if is_input(n)]
+        constants = _map_constants(loop.body, inputs[: loop.sum_indices.stop])
         units = _waits_for(parameter_gathers(loop.body), constants)
-        parts = {w for w in units if _only_feeds(w, is_gather)}
+        parts = _parts(loop.body, constants)
         size = {w: nbytes(*stand_ins_of(w)) for w in units if w not in parts}
         total = sum(size.values())
         hoisted = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
         if parts:
-            maxima = _waits_for([n for n in loop.body.nodes if is_maximum(n)], constants)
-            hoisted |= {w: alike for w, alike in maxima.items() if not _only_feeds(w, is_maximum)}
+            hoisted |= _scales(loop.body, constants)
         if hoisted:
             _move_gathers(graph, node, loop, hoisted)
+    _merge_parts(graph)
     return graph
 
 
@@ -64,16 +68,44 @@ def _loop_nodes(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule is None]
 
 
-def _map_constants(loop: Loop) -> dict[Node, Node]:
-    """Map each node that is equal in all iterations to the first node of the same value.
+def _has_repeated_parts(graph: Graph) -> bool:
+    """Return whether a part of a unit is gathered twice."""
+    return any(len(alike) > 1 for alike in _parts(graph, _map_constants(graph)).values())
 
-    These are gathers of the body's constant arguments, and what they need.
+
+def _merge_parts(graph: Graph) -> None:
+    """Gather each part of a unit once in a graph, with its scales, for each forward and backward pass that needs it."""
+    constants = _map_constants(graph)
+    parts = _parts(graph, constants)
+    if not parts:
+        return
+    for first, *others in [*parts.values(), *_scales(graph, constants).values()]:
+        for wait in others:
+            wait.replace_all_uses_with(first)
+    graph.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
+
+
+def _parts(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """List the waits for parts of units, gathered over one axis to be gathered over the next, by the first of each."""
+    units = _waits_for(parameter_gathers(graph), constants)
+    return {w: alike for w, alike in units.items() if all(only_feeds(x, is_gather) for x in alike)}
+
+
+def _scales(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+    """List the waits for the scales of codes, over all axes, by the first of each."""
+    maxima = _waits_for([n for n in graph.nodes if is_maximum(n)], constants)
+    return {w: alike for w, alike in maxima.items() if not only_feeds(w, is_maximum)}
+
+
+def _map_constants(graph: Graph, changing_inputs: Sequence[Node] = ()) -> dict[Node, Node]:
+    """Map each node that depends on constant inputs alone to the first node of the same value.
+
+    These are gathers of the inputs, and what they need. In a loop's body some inputs change with the iteration.
     """
-    inputs = [n for n in loop.body.nodes if is_input(n)]
-    changing = set(inputs[: loop.sum_indices.stop])
+    changing = set(changing_inputs)
     same: dict[Node, Node] = {}
     first: dict[Any, Node] = {}
-    for n in loop.body.nodes:
+    for n in graph.nodes:
         is_constant = changes_layout(n) or encodes(n) or is_gather(n) or is_wait(n) or is_maximum(n)
         if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
@@ -92,11 +124,6 @@ def _waits_for(collectives: Sequence[Node], constants: Mapping[Node, Node]) -> d
     for w in [w for c in collectives if c in constants for w in c.users if is_wait(w)]:
         waits.setdefault(constants[w], []).append(w)
     return waits
-
-
-def _only_feeds(wait: Node, kind: Callable[[Node], bool]) -> bool:
-    """Return whether a result over one axis is only the operand of the same collective over the next axis."""
-    return all(kind(user) for user in views_and_users(wait)[1])
 
 
 def _move_gathers(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[Node]]) -> None:

@@ -9,7 +9,17 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import TO_DEVICE, copy_graph, is_input, nbytes, parameter_gathers, stand_ins_of, views_and_users
+from fzero.graph.ir import (
+    TO_DEVICE,
+    copy_graph,
+    is_gather,
+    is_input,
+    nbytes,
+    only_feeds,
+    parameter_gathers,
+    stand_ins_of,
+    views_and_users,
+)
 from fzero.graph.loop._pipeline_marks import BEGIN_REGION
 from fzero.graph.passes._duplicate import clusters, duplicate
 
@@ -36,6 +46,7 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
     index = {n: i for i, n in enumerate(graph.nodes)}
     # a gather of one tensor has one wait; coalesced gathers stay unchanged
     waits = [w for g in parameter_gathers(graph) if isinstance(g.meta["val"], torch.Tensor) for w in g.users]
+    waits = [w for w in waits if not only_feeds(w, is_gather)]  # a part stays for its gathers over the next axis
     views, uses = {}, {}
     for wait in waits:
         views[wait], users = views_and_users(wait, decoded=True)
