@@ -120,6 +120,12 @@ _PLAN = {
         _option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_parse_bytes),
         _option("--margin", "the share of --memory that plans do not count; 0.07 on a GPU", type=float),
         _option(
+            "--network-bandwidth",
+            "bytes a second that a device sends between hosts; by default that of --machine",
+            type=_parse_bytes,
+            metavar="5GB",
+        ),
+        _option(
             "--axis-bandwidths",
             "bytes a second of collectives along an axis",
             type=_parse_bandwidths,
@@ -148,6 +154,13 @@ _PLAN = {
         ),
         _option(
             "--ep", "ranks that experts are split over; by default 1, and up to 8", type=_list_of(int), metavar="1,8"
+        ),
+        _option(
+            "--host",
+            "hosts of an axis of their own: a unit then passes the link between hosts once a step",
+            type=_parse_sizes,
+            default=(1,),
+            metavar="1,8 or auto",
         ),
         _option("--cp", "ranks that share each sequence", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
         _option("--tp", "ranks that share each matrix", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),

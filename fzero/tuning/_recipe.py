@@ -114,7 +114,7 @@ def _shard_lines(c: Configuration) -> list[str]:
     sizes = ", ".join([f"{name}={-1 if name == 'dp' else n}" for name, n in c.axes.items()])
     rules = _split_rules(c)
     split = "loss_fn.split" if c.pp > 1 else _join_arguments(rules)
-    axis = f", axis={_join_arguments([*map(_quote, c.mean)])}" if max(c.cp, c.tp, c.pp) > 1 else ""
+    axis = f", axis={_join_arguments([*map(_quote, c.mean)])}" if max(c.host, c.cp, c.tp, c.pp) > 1 else ""
     more = axis + (f", split={split}" if split else "")
     if not more:
         return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]

@@ -36,7 +36,7 @@ REMATS = (False, "matmuls", EVERY_SECOND, True)  # about from the most residuals
 USUAL_REMATS = (False, "matmuls", True)
 REMAT_WORDS = {True: "remat", "matmuls": "remat but matmuls", EVERY_SECOND: "remat every second block"}
 _DEFAULT_MICRO_BATCHES = (1, 2, 4, 8, 16)
-PARALLEL = ("ep", "cp", "tp", "pp")  # the axes whose sizes are searched
+PARALLEL = ("host", "ep", "cp", "tp", "pp")  # the axes whose sizes are searched
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Configuration:
         pp: the size of the mesh axis along which the stages of a pipeline lie.
         cp: the size of the mesh axis along which each rank holds part of the tokens of every sequence. Parameters and
             state are sharded over it too.
+        host: the size of the mesh axis of hosts, within the data-parallel ranks. With more than 1, a unit passes the
+            link between hosts once a step: `fzero.shard(axis=("dp", "host"))`.
         schedule: the name of the pipeline schedule.
         stages_per_rank: the number of pipeline stages on a rank; None for as few as the schedule takes.
         chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
@@ -95,6 +97,7 @@ class Configuration:
     moments: Literal["int8", "bfloat16"] | None = None
     float8: Literal["tensorwise", "rowwise"] | None = None
     compiled: bool = False
+    host: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -109,18 +112,19 @@ class Configuration:
     @property
     def axes(self) -> dict[str, int]:
         """The axes of the mesh, for `fzero.mesh(**config.axes)`. Ranks along the last axis are neighbours in a host."""
-        sizes = {"pp": self.pp, "dp": self.ranks // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+        within = {"dp": self.ranks // self.ep // self.host, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+        sizes = {"pp": self.pp, "host": self.host, **within}
         return {name: n for name, n in sizes.items() if n > 1 or name == "dp"}
 
     @property
     def mean(self) -> tuple[str, ...]:
         """The axes over which losses are averaged, for `fzero.shard(axis=)`: those of data, and the pipeline's."""
-        return tuple([name for name in ("dp", "ep", "cp", "pp") if name in self.axes])
+        return tuple([name for name in ("dp", "host", "ep", "cp", "pp") if name in self.axes])
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
         """The axes over which the samples of a batch are split, for `mesh.split`."""
-        return tuple([name for name in ("dp", "ep") if name in self.axes])
+        return tuple([name for name in ("host", "dp", "ep") if name in self.axes])
 
     @property
     def pipeline_stages(self) -> int:
@@ -150,7 +154,7 @@ class Configuration:
         parts += [word for word, is_on in (("chunked loss", self.chunked_loss), ("compiled", self.compiled)) if is_on]
         words = [(name, getattr(self, name)) for name in ("gather", "reduce", "moments", "float8")]
         parts += [f"{name} {kind}" for name, kind in words if kind is not None]
-        parts += [f"{name} {n}" for name, n in (("ep", self.ep), ("cp", self.cp), ("tp", self.tp)) if n > 1]
+        parts += [f"{name} {n}" for name in ("host", "ep", "cp", "tp") if (n := getattr(self, name)) > 1]
         return ", ".join([*parts, *([f"pp {self.pp} by {self.schedule_setting}"] if self.pp > 1 else [])])
 
     def holds_no_less_than(self, other: "Configuration") -> bool:
@@ -177,6 +181,7 @@ class Configuration:
             pp=self.pp,
             schedule=self.schedule,
             cp=self.cp,
+            host=self.host,
             stages_per_rank=self.stages_per_rank,
         )
 
@@ -190,6 +195,7 @@ class _ParallelDims(NamedTuple):
     pp: int
     schedule: str
     cp: int
+    host: int
     stages_per_rank: int | None = None
 
     @property
@@ -226,6 +232,7 @@ class TuneOptions(NamedTuple):
     depth: int | None = None
     fixed: FixedSettings = FixedSettings()
     cp: Sequence[int] = (1,)
+    host: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
@@ -262,11 +269,11 @@ class SearchSpace:
             sorted(self.stages, reverse=True),
             sorted(self.offload, reverse=True),
             self.precision,
-            sorted(self.parallel_dims, key=lambda x: (x.tp * x.pp * x.cp, x.tp, x.cp, x.ep), reverse=True),
+            sorted(self.parallel_dims, key=lambda x: (x.tp * x.pp * x.cp, x.tp, x.cp, x.ep, -x.host), reverse=True),
         )
         for m, remat, stage, offload, precision, dims in product(*lean):
             k, remainder = divmod(self.global_batch // dims.ranks, m)
-            if not remainder:
+            if not remainder and (stage > 0 or dims.host == 1):
                 more = {"depth": self.depth, **self.fixed._asdict()}
                 yield Configuration(
                     stage=stage,
@@ -333,17 +340,29 @@ def _parallel_dims(options: TuneOptions) -> list[_ParallelDims]:
     """
     world = options.world_size
     parallel_dims = []
-    for ep, tp, pp, cp, schedule in product(options.ep, options.tp, options.pp, options.cp, options.schedule):
+    sizes = product(options.host, options.ep, options.tp, options.pp, options.cp, options.schedule)
+    for host, ep, tp, pp, cp, schedule in sizes:
         ranks, remainder = divmod(world, tp * pp * cp)
-        if not remainder and ranks % ep == 0 and (pp > 1 or schedule == options.schedule[0]):
+        is_even = not remainder and ranks % (ep * host) == 0
+        if is_even and (host == 1 or ep == pp == cp == 1) and (pp > 1 or schedule == options.schedule[0]):
             name, stages_per_rank = _schedule_of(schedule) if pp > 1 else (Configuration.schedule, None)
             parallel_dims.append(
-                _ParallelDims(ranks=ranks, ep=ep, tp=tp, pp=pp, schedule=name, cp=cp, stages_per_rank=stages_per_rank)
+                _ParallelDims(
+                    ranks=ranks,
+                    ep=ep,
+                    tp=tp,
+                    pp=pp,
+                    schedule=name,
+                    cp=cp,
+                    host=host,
+                    stages_per_rank=stages_per_rank,
+                )
             )
     _check_each(
         options,
         parallel_dims,
-        f"world_size={world} is not a multiple of cp x tp x pp, or the rest is not a multiple of ep",
+        f"world_size={world} is not a multiple of cp x tp x pp, or the rest is not a multiple of ep x host; hosts go "
+        "without ep, cp and pp",
     )
     even = [x for x in parallel_dims if options.global_batch % x.ranks == 0]
     if not even:

@@ -90,9 +90,21 @@ def notes(table: "ConfigurationTable") -> list[str]:
     lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
     if table.fitting and table.fitting[0].limits:
         lines.append(f"the best step is limited by {format_limits(table.fitting[0].limits)}")
+        lines += [_HINT_OF_HOSTS] if _waits_for_hosts(table) else []
     constants = [f"{c.name} {c.value} ({c.source})" for c in table.machine.constants()]
     lines.append(f"seconds are estimates, by these constants: {'; '.join(constants)}")
     return lines
+
+
+_HINT_OF_HOSTS = "host=(1, hosts), or --host auto, also plans units that pass the link between hosts once a step"
+
+
+def _waits_for_hosts(table: "ConfigurationTable") -> bool:
+    """Return whether the best step waits for collectives of several hosts, and no row sends them by hosts."""
+    best, configs = table.fitting[0], [r.config for r in table.rows]
+    c = best.config
+    can_split = c.stage > 0 and c.ep == c.cp == c.pp == 1 and c.world > table.machine.ranks
+    return can_split and best.limits.get("wire", 0.0) > 0.2 and all(x.host == 1 for x in configs)
 
 
 def _notes_on_unplanned(table: "ConfigurationTable") -> list[str]:
@@ -151,7 +163,7 @@ def _moved_shown(table: "ConfigurationTable") -> list[str]:
     for row in table.rows:
         min_bytes = sum(row.traffic_bytes.values()) / 1000
         axes_by_name |= dict.fromkeys([axes for axes, n in row.traffic_bytes.items() if n > min_bytes])
-    order = {"dp": 0, "dp,ep": 1, "ep": 2, "dp,cp": 3, "cp": 4, "tp": 5, "pp": 6}
+    order = {"dp": 0, "host": 1, "dp,ep": 1, "ep": 2, "dp,cp": 3, "cp": 4, "tp": 5, "pp": 6}
     return sorted(axes_by_name, key=lambda axes: (order.get(axes, 3), axes)) if len(axes_by_name) > 1 else []
 
 

@@ -308,6 +308,7 @@ def tune(
     tp: Sequence[int] = (1,),
     pp: Sequence[int] = (1,),
     cp: Sequence[int] = (1,),
+    host: Sequence[int] = (1,),
     schedule: Sequence[str] = ("1f1b",),
     axis_bandwidths: Mapping[str, float] | None = None,
     depth: int | None = None,
@@ -350,6 +351,8 @@ def tune(
         pp: sizes of the axis of a pipeline. It runs as many micro-batches as `accumulation`.
         cp: sizes of the axis along which each rank holds part of the tokens of every sequence. Parameters and state are
             sharded over it too.
+        host: sizes of the axis of hosts, such as `(1, 8)`. With more than 1, at stages 1 to 3 without ep, cp and pp, a
+            unit passes the link between hosts once a step: `fzero.shard(axis=("dp", "host"))`.
         schedule: names in the table of `fzero.parallel.schedules.schedule`, such as "1f1b" and "zb". "interleaved:4"
             has four stages on a rank, in place of the fewest that the schedule takes.
         axis_bandwidths: bytes a second that a device sends along an axis of the mesh, such as `{"dp": 40e9}`. By
@@ -432,6 +435,7 @@ def tune(
         depth=depth,
         fixed=fixed,
         cp=cp,
+        host=host,
     )
     space = make_search_space(options)
     if margin is not None and not (isinstance(margin, int | float) and 0 <= margin < 1):

@@ -24,7 +24,7 @@ from fzero.tuning._sweep import case_arguments, choices_of, render_cases
 from fzero.tuning._table_views import render_comparison, warnings_of, width_of
 from fzero.tuning._tune import ConfigurationTable, tune
 from fzero.tuning.long_runs import Reliability, goodput
-from fzero.tuning.machines import calibrate, machine_of, save
+from fzero.tuning.machines import Machine, calibrate, machine_of, save
 from fzero.tuning.models import (
     ModelShape,
     init,
@@ -185,6 +185,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     Raises:
         ValueError: if the model is a function of the user's, or no sizes of the axes divide ranks and batch.
     """
+    args.host = _sizes_of_hosts(args) if args.host == AUTO else args.host
     options = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
     auto_names = [name for name, values in options.items() if values == AUTO]
     if not auto_names:
@@ -199,6 +200,25 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     for name, values in usable_sizes(sizes, args.world, args.batch).items():
         setattr(args, name, values)
     args.rows = SEARCH_ROWS if args.rows is None else args.rows
+
+
+def _machine_of(args: argparse.Namespace) -> Machine:
+    """Return the machine, with the bandwidth between hosts that was given."""
+    machine = machine_of(args.machine)
+    return machine if args.network_bandwidth is None else replace(machine, network_bandwidth=args.network_bandwidth)
+
+
+def _sizes_of_hosts(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return the sizes of the axis of hosts for "auto": 1, and the hosts that the ranks fill.
+
+    Raises:
+        ValueError: if the ranks fill no number of hosts.
+    """
+    ranks = int(machine_of(args.machine).ranks)
+    hosts, remainder = divmod(args.world, ranks)
+    if remainder and hosts:
+        raise ValueError(f"--host auto: --world {args.world} fills no number of hosts of {ranks} ranks: give sizes")
+    return (1, hosts) if hosts > 1 else (1,)
 
 
 def _tune_with_progress(
@@ -229,7 +249,7 @@ def _tune_by_options(
         make_step,
         world_size=args.world,
         global_batch=args.batch,
-        machine=args.machine,
+        machine=_machine_of(args),
         memory=args.memory,
         margin=args.margin,
         stages=args.stages,
@@ -241,6 +261,7 @@ def _tune_by_options(
         tp=args.tp,
         pp=args.pp,
         cp=args.cp,
+        host=args.host,
         schedule=args.schedule,
         axis_bandwidths=args.axis_bandwidths,
         depth=depth,

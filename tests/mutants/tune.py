@@ -316,7 +316,7 @@ MUTANTS = [
         Fault("DeepSpeed offloads a share at every stage", "_offload_section", always("A and B")),
     ),
     *File("tuning/exports/_fsdp2.py", EXPORTS).faults(
-        Fault("FSDP2 reshards at stage 2", "_shard_model", becomes("c.stage == 3", "c.stage >= 2")),
+        Fault("FSDP2 reshards at stage 2", "_reshard_setting", becomes("A.stage < 3", "A.stage < 2")),
         Fault(
             "FSDP2 adds up whole losses",
             "_train_step",
@@ -432,6 +432,10 @@ MUTANTS = [
     ),
     *File("tuning/models/_steps.py", MODELS).faults(
         Fault("moments of 8 bits are planned as float32", "ModelStep.__call__", dropped("moments=A.moments")),
+    ),
+    *File("tuning/_search_space.py", ("tests/tuning/test_model_axes.py",)).faults(
+        Fault("hosts share their ranks with a pipeline", "_parallel_dims", dropped("host == 1 or A == B == C == 1")),
+        Fault("a step without shards is planned by hosts", "SearchSpace.__iter__", dropped("A > 0 or B.host == 1")),
     ),
     *File("tuning/_search_space.py", PARALLELISM).faults(
         Fault("all pipelines have the fewest stages", "Configuration.pipeline_stages", dropped("self.stages_per_rank")),

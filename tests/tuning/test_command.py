@@ -212,6 +212,19 @@ def test_the_plan_command_says_by_how_much_nothing_fits(capsys):
     assert re.search(r"no configuration fits 9.3 kB: .* too much: .*Try ", capsys.readouterr().err)
 
 
+def test_a_slow_network_calls_for_an_axis_of_hosts(capsys):
+    words = ["plan", "tiny", "--world", "16", "--batch", "16", "--length", "16", "--stages", "3", "--remat", "no"]
+    words += ["--micro-batches", "1", "--workers", "1", "--network-bandwidth", "1MB", "--no-cache"]
+    hint = "--host auto, also plans units that pass the link between hosts once a step"
+    assert main(words) == 0
+    assert hint in re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert main([*words, "--host", "auto"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert hint not in said and re.search("best: stage 3, .* host 2:", said) and 'axis=("dp", "host")' in said
+    assert main([*words[:3], "12", "--batch", "12", *words[6:], "--host", "auto"]) == 2
+    assert "--world 12 fills no number of hosts of 8 ranks: give sizes" in capsys.readouterr().err
+
+
 def test_the_plan_command_takes_a_users_function(capsys):
     words = ["plan", "tests.tuning.spaces:make_step", "--world", "4", "--batch", "32", "--machine", "cpu"]
     assert main([*words, "--memory", "1GiB", "--stages", "2", "--remat", "no", "--micro-batches", "8"]) == 0

@@ -23,6 +23,8 @@ SPLIT = {
     "cp": Configuration(3, 2, 1, precision="float32", ranks=2, cp=2),
     "cp, tp, remat": Configuration(2, 4, 1, True, precision="float32", cp=2, tp=2),
     "cp of 4, tp, remat": Configuration(2, 4, 1, True, precision="float32", cp=4, tp=2),
+    "hosts": Configuration(3, 1, 1, True, precision="float32", ranks=4, host=2),
+    "hosts, tp": Configuration(2, 1, 1, precision="float32", ranks=4, host=2, tp=2),
     "pp, tp": Configuration(1, 2, 2, precision="float32", pp=2, tp=2),
     "pp, cp": Configuration(1, 2, 2, precision="float32", pp=2, cp=2),
 }
@@ -55,10 +57,10 @@ def losses(shape: ModelShape, config: Configuration, length: int) -> list[float]
 
 def cases() -> list[Any]:
     """List models and splits; all but a few are more of the same."""
-    few = {("causal", "cp, tp, remat"), ("gpt2", "pp, cp"), ("masked", "tp, chunked loss")}
+    few = {("causal", "hosts"), ("causal", "cp, tp, remat"), ("gpt2", "pp, cp"), ("masked", "tp, chunked loss")}
     pairs = [(name, s) for name, shape in TINY.items() if shape.task != "image" for s in SPLIT]
     # an expert's capacity is that of one rank's tokens, so other tokens are dropped where ranks hold others
-    pairs = [(name, s) for name, s in pairs if name != "experts" or SPLIT[s].cp == 1]
+    pairs = [(name, s) for name, s in pairs if name != "experts" or SPLIT[s].cp * SPLIT[s].ranks == 1]
     return [pytest.param(*pair, marks=() if pair in few else pytest.mark.slow) for pair in pairs]
 
 
@@ -124,6 +126,26 @@ def test_the_table_and_the_lines_to_paste_name_the_axis():
     assert 'fzero.parallel.context.split(mesh, batch, batch_axis="dp")' in lines
     assert 'precision=precision, reduce="weighted", micro_batches=4' in lines and "shift_labels" in lines
     assert "cp" not in recipe(one.config) and "weighted" not in recipe(one.config)
+
+
+def test_rows_of_hosts_send_less_between_hosts_and_hold_a_hosts_shards():
+    make_step = ModelStep(TINY["causal"], LENGTH, False)
+    options: Any = {"world_size": 16, "global_batch": 32, "machine": "h100", "micro_batches": (1,), "remat": (True,)}
+    table = fzero.tune(make_step, **options, stages=(0, 3), precision=("float32",), host=(1, 2), cache=False)
+    assert [(r.config.stage, r.config.host) for r in table.rows].count((0, 2)) == 0  # nothing is sharded there
+    one, two = (next(r for r in table.rows if (r.config.stage, r.config.host) == (3, n)) for n in (1, 2))
+    assert two.config.axes == {"host": 2, "dp": 8} and two.config.mean == ("dp", "host")
+    weights = sum(x.numel() * 4 for x in fzero.tree.tensors(init(TINY["causal"], TINY["causal"].depth)))
+    assert two.traffic_bytes["host"] < 0.2 * one.traffic_bytes["dp"]
+    assert one.peak_bytes < two.peak_bytes < one.peak_bytes + 1.5 * weights / 8
+    lines = recipe(two.config)
+    assert "mesh = fzero.mesh(host=2, dp=-1)" in lines and 'mesh=mesh, axis=("dp", "host")' in lines
+
+
+def test_hosts_go_without_other_axes_of_data():
+    options: Any = {"world_size": 16, "global_batch": 16, "machine": "h100", "pp": (1, 2), "host": (2,)}
+    with pytest.raises(ValueError, match=r"no configuration has pp=2: .*; hosts go without ep, cp and pp"):
+        fzero.tune(ModelStep(TINY["causal"], LENGTH, False), **options)
 
 
 @pytest.mark.parametrize("name", ["causal", "experts"])

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from fzero.tuning._search_space import Configuration
 from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, unsupported_settings
 from fzero.tuning.exports._peaks import deepspeed_states
 
@@ -26,6 +27,7 @@ def deepspeed(run: PlannedRun) -> Export:
         **({half: {"enabled": True}} if half else {}),
         "zero_optimization": {
             "stage": c.stage,
+            **({"zero_hpz_partition_size": c.axes["dp"]} if _has_second_shards(c) else {}),
             **({"offload_optimizer": _offload_section(run)} if _offloads(run) else {}),
         },
         **({"tensor_parallel": {"autotp_size": c.tp}} if c.tp > 1 else {}),
@@ -42,6 +44,11 @@ def deepspeed(run: PlannedRun) -> Export:
         peak=peak,
         comments=False,
     )
+
+
+def _has_second_shards(config: Configuration) -> bool:
+    """Return whether each host holds all parameters in shards of its own: hpZ of ZeRO++, which is for stage 3."""
+    return config.host > 1 and config.stage == 3
 
 
 def _offloads(run: PlannedRun) -> bool:
@@ -68,6 +75,8 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         "no stage above 1",
         "chunked_loss": "the model computes its loss, such as by Liger's fused linear cross-entropy",
     }
+    if _has_second_shards(c):
+        rules["host"] = "a host's shards come from all ranks in each forward pass; the row fetches them once a step"
     if c.offload and not _offloads(run):
         rules["offload"] = "left out, since DeepSpeed offloads at stages 1 to 3 only, and not with both ep and tp"
     elif c.offload < 1 and c.stage < 3:

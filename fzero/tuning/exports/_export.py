@@ -152,12 +152,13 @@ def unsupported_settings(config: Configuration, remedies: Mapping[str, str]) -> 
 
     Args:
         config: the configuration.
-        remedies: what to do instead, by the name of the setting: "remat", "offload", "ep", "cp", "tp", "pp",
+        remedies: what to do instead, by the name of the setting: "remat", "offload", "host", "ep", "cp", "tp", "pp",
             "chunked_loss". A setting that is left out is expressed.
     """
     values = {
         "remat": REMAT_WORDS.get(config.remat, ""),
         "offload": f"offload {config.offload:g}" if config.offload else "",
+        "host": f"host {config.host}" if config.host > 1 else "",
         "ep": f"ep {config.ep}" if config.ep > 1 else "",
         "cp": f"cp {config.cp}" if config.cp > 1 else "",
         "tp": f"tp {config.tp}" if config.tp > 1 else "",
@@ -165,7 +166,11 @@ def unsupported_settings(config: Configuration, remedies: Mapping[str, str]) -> 
         "chunked_loss": "chunked loss" if config.chunked_loss else "",
         "compiled": "compiled" if config.compiled else "",
     }
-    remedies = {**remedies, "compiled": "the seconds are those of compiled code, which the system must be told to run"}
+    remedies = {
+        "host": "ranks send over all hosts at once",
+        **remedies,
+        "compiled": "the seconds are those of compiled code, which the system must be told to run",
+    }
     lines = [f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]]
     kinds = {name: getattr(config, name) for name in _BITS}
     return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in _BITS.items() if kinds[name]])

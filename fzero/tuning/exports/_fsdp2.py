@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fzero.tuning._search_space import EVERY_SECOND
+from fzero.tuning._search_space import EVERY_SECOND, Configuration
 from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
 from fzero.tuning.exports._peaks import fsdp2_states
 
@@ -75,7 +75,7 @@ def _shard_model(run: PlannedRun) -> str:
         f"    mesh = init_device_mesh(device.type, ({shape}), mesh_dim_names=({labels}))",
         "    options = {",
         f'        "mesh": {data},',
-        f'        "reshard_after_forward": {c.stage == 3},',
+        f'        "reshard_after_forward": {_reshard_setting(c)},',
         f'        "mp_policy": {policy},',
         (c.offload, '        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),'),
         "    }",
@@ -93,6 +93,13 @@ def _shard_model(run: PlannedRun) -> str:
         "",
     ]
     return "\n".join(select(rows))
+
+
+def _reshard_setting(config: Configuration) -> bool | int:
+    """Return whether parameters are sharded again after the forward pass, or over how many ranks of a host."""
+    if config.stage < 3:
+        return False
+    return config.axes["dp"] if config.host > 1 else True
 
 
 def _train_step(run: PlannedRun) -> str:
@@ -137,6 +144,8 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         "too, which is SequenceParallel in torch",
         "chunked_loss": "loss_fn computes it, such as by torch's chunks under checkpoint",
     }
+    if c.host > 1 and c.stage == 3:
+        rules["host"] = "a host's shards come from all ranks in each forward pass; the row fetches them once a step"
     if c.offload:
         rules["offload"] = (
             "fully_shard offloads all or nothing, and here all of parameters, gradients and state. Make the process "

@@ -106,6 +106,8 @@ def fsdp2_states(sizes: Sizes, config: Configuration) -> States:
     width = 4 if config.precision == "float32" else 2
     own = sizes.full if config.stage == 0 else sizes.sharded
     gathered = width * (2 * sizes.unit if config.stage == 3 else sizes.full)
+    if config.host > 1 and config.stage == 3:
+        gathered += width * sizes.full / config.axes["dp"]  # a host's shards, from the forward to the backward pass
     gradients = 4 * (sizes.full if config.stage < 2 and config.accumulation > 1 else own)
     if config.offload:  # the update runs on the host
         return States(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered, update=0.0)
@@ -118,6 +120,7 @@ def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
     own = sizes.full if config.stage == 0 else sizes.sharded
     parameters = width * (sizes.sharded if config.stage == 3 else sizes.full)
     live = min(sizes.full, _MAX_LIVE) if config.stage == 3 else 0.0
+    live += sizes.full / config.axes["dp"] if config.host > 1 and config.stage == 3 else 0.0  # a host's shards
     gradients = width * (sizes.full if config.stage < 2 else own)
     on_host = config.offload if config.stage == 3 else float(config.offload > 0)  # a share only at stage 3
     on_host = on_host if config.stage else 0.0

@@ -192,6 +192,8 @@ class _StepBounds(NamedTuple):
         config = self.config
         names = tuple([name for name in ("dp", "cp") if name in config.axes])
         elements = 0.0 if self.shape.experts[0] else self._elements()  # experts have fewer copies
+        if config.host > 1:  # the part of a rank's place within its host
+            names, elements = ("host",), elements / config.axes["dp"]
         gather = _CODED_BYTES.get(config.gather or "", self.width_bytes) * elements
         reduce = _CODED_BYTES.get(config.reduce or "", 4.0) * elements
         reduce_seconds = transfer_seconds("reduce_scatter", reduce, names, self.hardware)

@@ -38,6 +38,7 @@ CONFIGS = {
     "tensors": dataclasses.replace(USUAL, stage=1, ranks=8, tp=2),
     "pipeline": dataclasses.replace(USUAL, stage=1, ranks=4, tp=2, pp=2, schedule="interleaved"),
     "sequences": dataclasses.replace(USUAL, ranks=4, cp=4),
+    "hosts": dataclasses.replace(USUAL, host=2),
     "experts": dataclasses.replace(USUAL, ep=8, remat="matmuls"),
     "every second block": dataclasses.replace(USUAL, remat="every-2"),
 }
@@ -71,6 +72,7 @@ def test_deepspeed_reads_the_exported_file(config, monkeypatch):
     samples = read["train_micro_batch_size_per_gpu"] * read["gradient_accumulation_steps"] * config.ranks
     assert read["train_batch_size"] == samples == config.global_batch
     assert read["train_micro_batch_size_per_gpu"] == config.micro_batch
+    assert read["zero_optimization"].get("zero_hpz_partition_size") == (config.axes["dp"] if config.host > 1 else None)
     assert read.get("tensor_parallel", {"autotp_size": 1})["autotp_size"] == config.tp
     assert read.get("expert_parallel", {"autoep_size": 1})["autoep_size"] == config.ep
     if is_installed("deepspeed"):
@@ -190,7 +192,8 @@ def test_an_fsdp2_script_with_a_plan_trains_as_without(tmp_path):
 def test_an_export_to_fsdp2_sets_the_stage_and_the_dtypes(config):
     text = exported("fsdp2", config).text
     compile(text, "fsdp2_plan.py", "exec")
-    assert f'"reshard_after_forward": {config.stage == 3}' in text and f"param_dtype=torch.{config.precision}" in text
+    reshards = config.axes["dp"] if config.host > 1 else config.stage == 3
+    assert f'"reshard_after_forward": {reshards},' in text and f"param_dtype=torch.{config.precision}" in text
     assert ("set_requires_gradient_sync" in text) == (config.stage < 2 and config.accumulation > 1)
     assert ("CPUOffloadPolicy(" in text) == bool(config.offload) and ("checkpoint" in text) == bool(config.remat)
     sizes = [int(n) for n in re.findall(r"\d+", re.search(r"init_device_mesh\(device.type, \((.*?)\)", text)[1])]

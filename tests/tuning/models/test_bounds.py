@@ -40,6 +40,8 @@ MORE = [
     ("causal", replace(ONE, stage=2, accumulation=2, remat="every-2"), 0.97),
     ("causal", replace(ONE, cp=2), 0.97),
     ("causal", replace(ONE, precision="float32"), 0.97),
+    ("causal", replace(ONE, stage=3, ranks=16, host=2, remat=True), 0.97),
+    ("causal", replace(ONE, stage=2, ranks=16, host=2, tp=2), 0.9),
     ("causal", replace(ONE, stage=2, offload=0.5), 0.9),
     ("causal", replace(ONE, stage=3, float8="rowwise"), 0.95),
     ("causal", replace(ONE, stage=2, **CODED), 0.95),
