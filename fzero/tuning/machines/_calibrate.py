@@ -66,7 +66,7 @@ def calibrate(seconds: float = 5.0) -> Machine:
     Example:
         >>> from fzero import tuning
         >>> machine = tuning.calibrate(0.1)
-        >>> machine.kind, machine.flops > 1e8, machine.launch < 1e-2
+        >>> machine.kind, machine.flops > 1e8, machine.launch_seconds < 1e-2
         ('cpu', True, True)
         >>> machine.constants()[2].source
         'measured: a copy'
