@@ -109,7 +109,8 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback of the frames that run user code; None if there are none."""
     entries: list[TracebackType] = []
     while trace is not None:
-        entries += [trace] if is_user_code(trace.tb_frame.f_code.co_filename) else []
+        if is_user_code(trace.tb_frame.f_code.co_filename):
+            entries.append(trace)
         trace = trace.tb_next
     reduced = None
     for entry in reversed(entries):

@@ -1,4 +1,4 @@
-"""A heartbeat: a small process beside each rank that tells rank 0's, over UDP, that its rank lives and what it does.
+"""A heartbeat: a small process beside each rank that reports over UDP to rank 0's that its rank lives.
 
     python -I -S _beats.py CONFIG
 
@@ -57,6 +57,7 @@ RECORD = struct.Struct("<qq?dd200s")
 _LINGER_BEATS = 30  # with which a heartbeat whose rank has ended makes sure that rank 0's knows it
 _URGENT_SECONDS = 0.1  # between beats while there is something to say
 _BUSY_SHARE = 0.05  # the share of a processor above which a rank is busy
+_BUSY_SECONDS = 0.02  # of a processor beyond that share: two ticks of the clock that counts them
 _MAX_DATAGRAM_BYTES = 8192
 
 
@@ -67,36 +68,39 @@ class Config(NamedTuple):
         rank: its rank.
         size: the number of ranks.
         host: the name of its host.
-        token: a text that only this world's datagrams have.
+        world_secret: a text that only this world's datagrams have.
         address: rank 0's name or address.
         port: rank 0's port; 0 for rank 0 itself, which takes a free one.
-        limit: a rank is lost after this many seconds without a heartbeat.
-        stall: the ranks hang after this many seconds in which no rank gets on.
-        memory: the file descriptor of the activity's memory.
+        limit_seconds: a rank is lost after this many seconds without a heartbeat.
+        stall_seconds: the ranks hang after this many seconds in which no rank gets on.
+        activity_fd: the file descriptor of the activity's memory.
     """
 
     rank: int
     size: int
     host: str
-    token: str
+    world_secret: str
     address: str
     port: int
-    limit: float
-    stall: float
-    memory: int
+    limit_seconds: float
+    stall_seconds: float
+    activity_fd: int
 
 
 class _Process:
     """The rank's process as the system sees it, and the activity that it publishes."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self.pid = config, os.getppid()
-        self._memory = mmap.mmap(config.memory, RECORD.size, prot=mmap.PROT_READ)
-        self._system, self._state = ProcessMonitor(self.pid, config.stall), ""
-        self.links = LinkWatch(config.limit)
+        self._config = config
+        self.pid = os.getppid()
+        self._memory = mmap.mmap(config.activity_fd, RECORD.size, prot=mmap.PROT_READ)
+        self._system = ProcessMonitor(self.pid, config.stall_seconds)
+        self._state = ""  # the process's, as the system names it
+        self.links = LinkWatch(config.limit_seconds)
         self._count, self._since, self._ended_at = -1, 0.0, 0.0
         self._uses: deque[tuple[float, float]] = deque()  # when, and the seconds used until then
-        self._is_new, self._is_whole = True, False
+        self._is_new = True  # whether the system has not been asked at this activity
+        self._sample_is_complete = False
         self.end, self.reason, self.broken = "", "", ""
 
     def activity(self, now: float) -> Activity:
@@ -116,10 +120,8 @@ class _Process:
         process = self.end or ("stopped" if self._state in ("T", "t") else "runs")
         words = text.rstrip(b"\0").decode(errors="ignore")
         since = self._ended_at or self._since
-        host, reason, broken = self._config.host, self.reason, self.broken
-        work, is_known, cut = (work[0], work[1]), self._is_whole, self.links.cut(now)
         return Activity(
-            host=host,
+            host=self._config.host,
             process=process,
             step=step,
             text=words,
@@ -127,26 +129,27 @@ class _Process:
             seconds=now - since,
             idle=idle,
             count=count,
-            reason=reason,
-            broken=broken,
-            work=work,
-            is_known=is_known,
-            cut=cut,
+            reason=self.reason,
+            broken=self.broken,
+            work=(work[0], work[1]),
+            is_known=self._sample_is_complete,
+            cut=self.links.cut(now),
         )
 
     def _idle(self, now: float) -> float:
         """Return for how long the rank used at most the share `_BUSY_SHARE` at its activity."""
-        self._state, used, self._is_whole, self.links.silent = self._system.sample(now)
+        self._state, used, self._sample_is_complete, self.links.silent = self._system.sample(now)
         if self._state == "D":
             return 0.0
-        begin, self._is_new = (self._since if self._is_new else now), False
-        if not self._uses or now - self._uses[-1][0] >= self._config.limit / 20:
+        begin = self._since if self._is_new else now
+        self._is_new = False
+        if not self._uses or now - self._uses[-1][0] >= self._config.limit_seconds / 20:
             self._uses.append((begin, used))
-        while self._uses and used - self._uses[0][1] > _BUSY_SHARE * (now - self._uses[0][0]) + 0.02:
+        while self._uses and used - self._uses[0][1] > _BUSY_SHARE * (now - self._uses[0][0]) + _BUSY_SECONDS:
             self._uses.popleft()
         return now - self._uses[0][0] if self._uses else 0.0
 
-    def own(self, links: list[Link]) -> list[Link]:
+    def owned_links(self, links: list[Link]) -> list[Link]:
         """Return which of the links are the rank's."""
         mine = self._system.links() if links else set[Link]()
         return [link for link in links if link in mine]
@@ -157,23 +160,27 @@ class _Heartbeat:
 
     def __init__(self, config: Config) -> None:
         """Open the socket, and on rank 0 bind it to a free port, which is told to the trainer."""
-        self.config, self.process, self.over = config, _Process(config), False
-        self.period = min(max(config.limit / 30, 0.05), 2.0)
+        self.config, self.process = config, _Process(config)
+        self.is_finished = False
+        self.period = min(max(config.limit_seconds / 30, 0.05), 2.0)
         self.clock = ProcessClock(time.monotonic(), 2 * self.period)
         where = socket.getaddrinfo(config.address, config.port or None, type=socket.SOCK_DGRAM)[0]
         self.socket = socket.socket(where[0], socket.SOCK_DGRAM)
         self.socket.setblocking(False)
-        self.hub_address: Any = where[4]
-        self.member, self.activity = RankZeroDetector(config.limit, config.address), Activity()
-        self.hub = FailureDetector(config.size, config.limit, config.stall)
+        self.rank_zero_address: Any = where[4]
+        self.activity = Activity()
+        self.rank_zero = RankZeroDetector(config.limit_seconds, config.address)  # used on the other ranks
+        self.detector = FailureDetector(config.size, config.limit_seconds, config.stall_seconds)
         self.addresses: dict[int, Any] = {}
-        self.knowing: set[int] = set()  # the ranks that know the verdict
+        self.ranks_with_verdict: set[int] = set()  # the ranks that know the verdict
         self.verdict: LostRank | None = None
         self.verdict_at = 0.0
         self.raised = False
         self.is_heard = config.rank == 0  # or it is settled that rank 0's does not hear it
-        self.places, self.stragglers = "", Stragglers()
-        self.ends, self.asked = LinkEnds(config.limit), list[Link]()
+        self.places = ""  # what the other ranks do, as text
+        self.stragglers = Stragglers()
+        self.link_ends = LinkEnds(config.limit_seconds)
+        self.link_queries: list[Link] = []  # links of other ranks, which this rank may have the other end of
         if config.rank == 0:
             self.socket.bind(("", 0))
             _send_to_rank(port=self.socket.getsockname()[1])
@@ -182,9 +189,9 @@ class _Heartbeat:
         """Beat until the rank has ended."""
         ready = [self.socket, 0]
         next_beat, ended_at, last_beats = 0.0, None, 0
-        while not self.over:
+        while not self.is_finished:
             wait = max(min(next_beat - time.monotonic(), self.period), 0.0)
-            if self.take_in(ready, wait):
+            if self.read_sources(ready, wait):
                 next_beat = 0.0
             now = self.clock.tick(time.monotonic())
             if time.monotonic() >= next_beat:
@@ -196,9 +203,9 @@ class _Heartbeat:
             self.report_if_heard(now)
             if self.process.end:
                 ended_at = now if ended_at is None else ended_at
-                self.over = last_beats > _LINGER_BEATS or self.is_known(ended_at)
+                self.is_finished = last_beats > _LINGER_BEATS or self.is_known(ended_at)
 
-    def take_in(self, ready: list[Any], wait: float) -> bool:
+    def read_sources(self, ready: list[Any], wait: float) -> bool:
         """Wait for datagrams and for lines of the rank, and take them in. Return whether the rank said anything."""
         sources = select.select(ready, [], [], wait)[0]
         for source in sources:
@@ -216,10 +223,10 @@ class _Heartbeat:
 
     def report_if_heard(self, now: float) -> None:
         """Report to the rank, once, whether rank 0's heartbeat hears this one."""
-        if self.is_heard or (self.member.echoed is None and now <= self.config.limit):
+        if self.is_heard or (self.rank_zero.echoed is None and now <= self.config.limit_seconds):
             return
         self.is_heard = True
-        if self.member.echoed is not None:
+        if self.rank_zero.echoed is not None:
             _send_to_rank(known=True)
         else:
             _send_to_rank(notice=f"no heartbeat of rank {self.config.rank} reaches rank 0 at {self.config.address}")
@@ -227,9 +234,9 @@ class _Heartbeat:
     def is_known(self, ended_at: float) -> bool:
         """Return whether all who have to know that this rank has ended know it."""
         if self.config.rank:
-            return (self.member.echoed or 0.0) > ended_at
-        others = {r for r, p in self.hub.activities.items() if r and p.process not in GONE}
-        return not others or (self.verdict is not None and others <= self.knowing)
+            return (self.rank_zero.echoed or 0.0) > ended_at
+        others = {r for r, p in self.detector.activities.items() if r and p.process not in GONE}
+        return not others or (self.verdict is not None and others <= self.ranks_with_verdict)
 
     def read_lines(self) -> bool:
         """Read what the rank says. Return whether it can still say something."""
@@ -251,20 +258,21 @@ class _Heartbeat:
         activity, links = self.process.activity(now), self.process.links
         self.activity = activity
         if self.config.rank == 0:
-            self.hub.hear(0, activity, None, now)
-            self.ends.hear(0, links.sought(), self.process.own(self.ends.questions(0)), now)
+            self.detector.hear(0, activity, None, now)
+            self.link_ends.hear(0, links.sought(), self.process.owned_links(self.link_ends.questions(0)), now)
             self.find_ends(self.ends_for(0), now)
-            others = {r: p for r, p in self.hub.activities.items() if r}
+            others = {r: p for r, p in self.detector.activities.items() if r}
             self.places = show_activities(others)  # once a beat: it grows with the number of ranks
-            paces = {r: Pace(p.step, p.work) for r, p in self.hub.activities.items()}
-            if self.stragglers.compare(paces, {r: p.host for r, p in self.hub.activities.items()}):
+            paces = {r: Pace(p.step, p.work) for r, p in self.detector.activities.items()}
+            if self.stragglers.compare(paces, {r: p.host for r, p in self.detector.activities.items()}):
                 _send_to_rank(stragglers=self.stragglers.slow_ranks)
-            for rank in self.addresses if self.process.end else ():
-                self.reply(rank, 0.0, now)  # so that no rank takes the silence that follows for a loss
+            if self.process.end:
+                for rank in self.addresses:  # so that no rank takes the silence that follows for a loss
+                    self.reply(rank, 0.0, now)
         else:
-            message = {"rank": self.config.rank, "sent": now, "echo": self.member.heard, "activity": activity}
-            message |= {"sought": links.sought(), "owned": self.process.own(self.asked)}
-            self.send({**message, "knows": self.verdict is not None}, self.hub_address)
+            message = {"rank": self.config.rank, "sent": now, "echo": self.rank_zero.heard, "activity": activity}
+            message |= {"sought": links.sought(), "owned": self.process.owned_links(self.link_queries)}
+            self.send({**message, "knows": self.verdict is not None}, self.rank_zero_address)
         for link, port in links.probes():
             mapped = "::ffff:" * (self.socket.family == socket.AF_INET6 and ":" not in link.peer_address)
             self.send({"probe": link}, (mapped + link.peer_address, port))
@@ -272,7 +280,7 @@ class _Heartbeat:
     def ends_for(self, rank: int) -> list[tuple[Link, int, int]]:
         """Return the links whose ends a rank seeks: of each the rank at the other end, and its heartbeat's port."""
         own = {0: self.socket.getsockname()}
-        return [(link, r, {**own, **self.addresses}[r][1]) for link, r in self.ends.answers(rank)]
+        return [(link, r, {**own, **self.addresses}[r][1]) for link, r in self.link_ends.answers(rank)]
 
     def find_ends(self, ends: list[Any], now: float) -> None:
         """Take in which ranks are at the other ends of links."""
@@ -282,7 +290,7 @@ class _Heartbeat:
     def send(self, message: dict[str, Any], address: Any) -> None:
         """Send a datagram. One that cannot be sent now is lost, like any other."""
         with contextlib.suppress(OSError):
-            self.socket.sendto(json.dumps({"token": self.config.token, **message}).encode(), address)
+            self.socket.sendto(json.dumps({"secret": self.config.world_secret, **message}).encode(), address)
 
     def receive(self) -> None:
         """Take in all datagrams that have arrived."""
@@ -291,12 +299,12 @@ class _Heartbeat:
                 try:
                     data, address = self.socket.recvfrom(_MAX_DATAGRAM_BYTES)
                     message = json.loads(data)
-                    if message["token"] == self.config.token:
-                        self.hear(message, address)
+                    if message["secret"] == self.config.world_secret:
+                        self.on_message(message, address)
                 except (ValueError, KeyError, TypeError, ConnectionError):  # not of this world, or an echo of an error
                     continue
 
-    def hear(self, message: dict[str, Any], address: Any) -> None:
+    def on_message(self, message: dict[str, Any], address: Any) -> None:
         """Take in a beat of another rank, and reply; or a reply of rank 0; or a datagram along a silent link."""
         now = self.clock.tick(time.monotonic())
         if "probe" in message:
@@ -304,37 +312,40 @@ class _Heartbeat:
         elif "probed" in message:
             self.process.links.hear_echo(message["probed"], now)
         elif self.config.rank:
-            self.member.hear(message, now)
-            self.asked = [Link(*link) for link in message["asked"]]
-            self.find_ends(message["ends"], now)
+            self.rank_zero.hear(message, now)
+            self.link_queries = [Link(*link) for link in message["link_queries"]]
+            self.find_ends(message["link_ends"], now)
         else:
-            self.hear_beat(message, address, now)
+            self.on_beat(message, address, now)
 
-    def hear_beat(self, message: dict[str, Any], address: Any, now: float) -> None:
+    def on_beat(self, message: dict[str, Any], address: Any, now: float) -> None:
         """Take in a beat of another rank, and reply."""
         rank = message["rank"]
         self.addresses[rank] = address
-        if not self.hub.activities:
+        if not self.detector.activities:
             self.beat(now)  # the first reply has rank 0's activity
-        self.hub.hear(rank, Activity(*message["activity"]), message["echo"], now)
-        self.ends.hear(rank, message["sought"], message["owned"], now)
-        self.knowing |= {rank} if message["knows"] else set()
+        self.detector.hear(rank, Activity(*message["activity"]), message["echo"], now)
+        self.link_ends.hear(rank, message["sought"], message["owned"], now)
+        if message["knows"]:
+            self.ranks_with_verdict.add(rank)
         self.reply(rank, message["sent"], now)
 
     def reply(self, rank: int, echo: float, now: float) -> None:
         """Send rank 0's activity, the verdict, and an echo."""
-        message = {"sent": now, "echo": echo, "activity": self.hub.activities[0], "places": self.places}
-        message |= {"asked": self.ends.questions(rank), "ends": self.ends_for(rank)}
-        self.send({**message, "verdict": self.hub.verdict}, self.addresses[rank])
+        message = {"sent": now, "echo": echo, "activity": self.detector.activities[0], "places": self.places}
+        message |= {"link_queries": self.link_ends.questions(rank), "link_ends": self.ends_for(rank)}
+        self.send({**message, "verdict": self.detector.verdict}, self.addresses[rank])
 
     def send_verdict(self, now: float) -> None:
         """Send the verdict to the rank, once there is one; rank 0's heartbeat also sends it to the others."""
-        member, hub = self.member, self.hub
-        verdict = hub.detect(now) if self.config.rank == 0 else member.detect(now, self.process.broken, self.activity)
+        if self.config.rank == 0:
+            verdict = self.detector.detect(now)
+        else:
+            verdict = self.rank_zero.detect(now, self.process.broken, self.activity)
         if verdict is not None and self.verdict is None:
             self.verdict, self.verdict_at = verdict, now
             _send_to_rank(verdict=verdict)
-            for rank in self.addresses if self.config.rank == 0 else ():
+            for rank in self.addresses:  # rank 0's has those of all others, and the others' have none
                 self.reply(rank, 0.0, now)
 
     def end_rank(self, now: float) -> None:
@@ -342,9 +353,10 @@ class _Heartbeat:
         if self.verdict is None or self.raised or self.process.end:
             return
         activity, seconds = self.process.activity(now), now - self.verdict_at
-        is_endless = self.verdict.rank == self.config.rank and activity.seconds - seconds > 2 * self.config.stall
+        works_long = activity.seconds - seconds > 2 * self.config.stall_seconds
+        is_endless = self.verdict.rank == self.config.rank and works_long
         quiet = seconds if is_endless else min(activity.idle, seconds)
-        if activity.process == "stopped" or quiet > max(self.config.limit / 2, 2.0):
+        if activity.process == "stopped" or quiet > max(self.config.limit_seconds / 2, 2.0):
             text = f"fzero: rank {self.config.rank} is killed, since it did not leave {activity}: {self.verdict}\n"
             os.write(2, text.encode())
             if os.getppid() == self.process.pid:  # else it has ended, and another process may have its number

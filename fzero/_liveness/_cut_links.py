@@ -40,10 +40,10 @@ class LinkEnds:
     """Rank 0's record of the ranks at the other ends of silent links.
 
     Attributes:
-        limit: a rank is lost after this many seconds.
+        limit_seconds: a rank is lost after this many seconds.
     """
 
-    limit: float
+    limit_seconds: float
     _questions: dict[Link, tuple[int, float]] = field(default_factory=dict)  # the rank that asks, and when
     _owners: dict[Link, int] = field(default_factory=dict)  # the rank at the other end
 
@@ -53,7 +53,8 @@ class LinkEnds:
             self._questions[Link(*link)] = (rank, now)
         for link in owned:
             self._owners[Link(*link).reversed()] = rank
-        self._questions = {k: v for k, v in self._questions.items() if now - v[1] < self.limit * _QUESTION_SHARE}
+        open_seconds = self.limit_seconds * _QUESTION_SHARE
+        self._questions = {k: v for k, v in self._questions.items() if now - v[1] < open_seconds}
         self._owners = {k: v for k, v in self._owners.items() if k in self._questions}
 
     def questions(self, rank: int) -> list[Link]:
@@ -73,18 +74,18 @@ class LinkWatch:
     """One rank's watch over its silent links.
 
     Attributes:
-        limit: a rank is lost after this many seconds.
+        limit_seconds: a rank is lost after this many seconds.
         silent: the links whose data nobody acknowledges, and for how many seconds.
     """
 
-    limit: float
+    limit_seconds: float
     silent: Mapping[Link, float] = field(default_factory=dict)
     _peers: dict[Link, tuple[int, int]] = field(default_factory=dict)  # the rank at the other end, its heartbeat's port
     _echoed: dict[Link, float] = field(default_factory=dict)  # when a datagram last came back, or the first was due
 
     def sought(self) -> list[Link]:
         """Return the links whose other ends are to be found."""
-        return [k for k, seconds in self.silent.items() if seconds > self.limit / _SILENCE_DIVISOR][:_MAX_LINKS]
+        return [k for k, seconds in self.silent.items() if seconds > self.limit_seconds / _SILENCE_DIVISOR][:_MAX_LINKS]
 
     def find(self, link: Sequence[Any], rank: int, port: int, now: float) -> None:
         """Take in which rank is at the other end of a link, and the port of its heartbeat."""
@@ -110,4 +111,4 @@ class LinkWatch:
         return max(cuts, key=lambda x: x[1], default=(-1, 0.0))
 
     def _is_cut(self, link: Link, now: float) -> bool:
-        return now - self._echoed[link] > self.limit / _SILENCE_DIVISOR
+        return now - self._echoed[link] > self.limit_seconds / _SILENCE_DIVISOR

@@ -137,17 +137,17 @@ class FailureDetector:
 
     Attributes:
         size: the number of ranks.
-        limit: a rank is lost after this many seconds without an echo; the ranks hang if all are idle for as long.
-        stall: they hang after this many idle seconds if the system does not tell all that they use. A rank that works
-            at one place while the others wait for it is lost after twice as many.
+        limit_seconds: a rank is lost after this time without an echo; the ranks hang if all are idle for as long.
+        stall_seconds: they hang after this idle time if the system does not tell all that they use. A rank that works
+            at one place while the others wait for it is lost after twice the time.
         activities: what each rank that was heard does.
         echoed: when the newest reply was sent whose echo a rank has returned.
         verdict: the first verdict; there is no second one.
     """
 
     size: int
-    limit: float
-    stall: float
+    limit_seconds: float
+    stall_seconds: float
     activities: dict[int, Activity] = field(default_factory=dict)
     echoed: dict[int, float] = field(default_factory=dict)
     verdict: LostRank | None = None
@@ -184,7 +184,7 @@ class FailureDetector:
 
     def _mark_silent(self, rank: int, activity: Activity, now: float) -> Activity:
         silent = now - self.echoed[rank]
-        is_silent = activity.process not in GONE and silent > self.limit / (2 * _BROKEN_LIMIT_DIVISOR)
+        is_silent = activity.process not in GONE and silent > self.limit_seconds / (2 * _BROKEN_LIMIT_DIVISOR)
         return activity._replace(process="silent", seconds=activity.seconds + silent) if is_silent else activity
 
     def _find_lost(self, now: float) -> Iterator[tuple[int, str]]:
@@ -193,19 +193,19 @@ class FailureDetector:
         broken = next((p.broken for p in self.activities.values() if p.broken), "")
         gone = {r: p for r, p in self.activities.items() if p.process in GONE}
         is_missed = self._broken_at is not None and now - self._broken_at > _SETTLE_SECONDS
-        is_awaited = any(p.waiting and p.idle > self.limit for p in alive.values())
+        is_awaited = any(p.waiting and p.idle > self.limit_seconds for p in alive.values())
         for process in reversed(GONE):
             # others may go on among themselves after a rank has ended, so a long wait alone does not mean it
             if is_missed or (is_awaited and process != "ended"):
                 yield from ((r, _how_gone(p)) for r, p in gone.items() if p.process == process)
-        limit = self.limit / _BROKEN_LIMIT_DIVISOR if broken else self.limit
+        limit = self.limit_seconds / _BROKEN_LIMIT_DIVISOR if broken else self.limit_seconds
         for rank in alive:
             silent = now - self.echoed[rank]
             if silent > limit:
                 yield rank, f"no heartbeat came through for {silent:.0f} s"
             if now - self._stopped_at.get(rank, now) > limit:
                 yield rank, f"its process has been stopped (SIGSTOP) for {now - self._stopped_at[rank]:.0f} s"
-        if self._broken_at is not None and now - self._broken_at > self.limit:
+        if self._broken_at is not None and now - self._broken_at > self.limit_seconds:
             rank = next(r for r, p in self.activities.items() if p.broken)
             yield rank, f"a connection of it broke, though every rank answers ({broken})"
         yield from self._find_cut(alive)
@@ -214,9 +214,9 @@ class FailureDetector:
 
     def _find_cut(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank at most ends of links that carry nothing, though all ranks answer."""
-        cuts = {r: p.cut for r, p in alive.items() if p.cut[1] > self.limit / 2}
+        cuts = {r: p.cut for r, p in alive.items() if p.cut[1] > self.limit_seconds / 2}
         ends = [end for r, cut in cuts.items() for end in (r, cut[0])]
-        if any(seconds > self.limit for _, seconds in cuts.values()):
+        if any(seconds > self.limit_seconds for _, seconds in cuts.values()):
             rank = max(ends, key=lambda r: (ends.count(r), r))
             other = next(cut[0] if r == rank else r for r, cut in cuts.items() if rank in (r, cut[0]))
             seconds = max(seconds for _, seconds in cuts.values())
@@ -230,10 +230,10 @@ class FailureDetector:
         """Yield the rank that the others wait for, if none gets on; or that works at one place without end."""
         rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
         others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
-        if all(p.idle > (self.limit if p.is_known else self.stall) for p in alive.values()):
+        if all(p.idle > (self.limit_seconds if p.is_known else self.stall_seconds) for p in alive.values()):
             yield from ((r, "no heartbeat of it has ever come") for r in range(self.size) if r not in self.activities)
             yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"
-        if all(p.seconds > 2 * self.stall for p in alive.values()):
+        if all(p.seconds > 2 * self.stall_seconds for p in alive.values()):
             yield rank, f"it has worked at one place for {alive[rank].seconds:.0f} s, and {others}"
 
 
@@ -254,7 +254,7 @@ class RankZeroDetector:
     """Another rank's detector of the loss of rank 0.
 
     Attributes:
-        limit: rank 0 is lost after this many seconds without an echo.
+        limit_seconds: rank 0 is lost after this many seconds without an echo.
         address: the name or address of its host.
         echoed: when the newest beat was sent that rank 0 has echoed; None before the first.
         heard: the time of rank 0's newest reply, by rank 0's clock, to be echoed.
@@ -263,7 +263,7 @@ class RankZeroDetector:
         verdict: rank 0's verdict, or this detector's own.
     """
 
-    limit: float
+    limit_seconds: float
     address: str = "?"
     echoed: float | None = None
     heard: float | None = None
@@ -287,7 +287,7 @@ class RankZeroDetector:
             broken: the message of a broken connection, "" if none broke.
             own: what this rank does.
         """
-        if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit:
+        if self.verdict is None and self.echoed is None and own.text == FIRST_MESH and own.idle > self.limit_seconds:
             self.verdict = LostRank(
                 rank=0,
                 host=self.address,
@@ -296,7 +296,8 @@ class RankZeroDetector:
                 places="",
             )
         if self.verdict is None and self.echoed is not None:
-            silent, limit = now - self.echoed, self.limit / _BROKEN_LIMIT_DIVISOR if broken else self.limit
+            silent = now - self.echoed
+            limit = self.limit_seconds / _BROKEN_LIMIT_DIVISOR if broken else self.limit_seconds
             if self.activity.process in GONE and broken:
                 self.verdict = self._on_rank_0(_how_gone(self.activity))
             elif self.activity.process not in GONE and silent > limit:

@@ -73,7 +73,7 @@ class HeartbeatClient:
     thread waits for what the process says.
 
     Attributes:
-        limit: a rank is lost after this many seconds without a heartbeat.
+        limit_seconds: a rank is lost after this many seconds without a heartbeat.
         port: the port of rank 0's heartbeat; 0 if it could not start.
         lost: the error that names the lost rank, once there is one.
         stragglers: on rank 0, the ranks that are slow.
@@ -82,7 +82,7 @@ class HeartbeatClient:
     def __init__(self, config: Config, store: Any) -> None:
         """Start the heartbeat's process, and read on rank 0 the port at which the others reach it."""
         self._store = store
-        self.limit, self.port = config.limit, config.port
+        self.limit_seconds, self.port = config.limit_seconds, config.port
         self.lost: LostRankError | None = None
         self._count, self._step, self._owner = 0, 0, os.getpid()
         self._is_waiting, self._in_step, self._since = False, False, time.perf_counter()
@@ -91,7 +91,7 @@ class HeartbeatClient:
         self._verdict_event, self._known_event = threading.Event(), threading.Event()
         with _shared_memory() as file:
             self._activity = mmap.mmap(file, RECORD.size)
-            words = json.dumps(config._replace(memory=file))
+            words = json.dumps(config._replace(activity_fd=file))
             command = [sys.executable, "-I", "-S", str(pathlib.Path(_beats.__file__)), words]
             self._process = subprocess.Popen(command, stdin=-1, stdout=-1, pass_fds=[file])
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -143,7 +143,7 @@ class HeartbeatClient:
             return None
         if self.lost is None and is_connection_error(error):
             self._send(f"broken {' '.join(str(error).split())[:200]}")
-            self._verdict_event.wait(self.limit + _VERDICT_SECONDS)
+            self._verdict_event.wait(self.limit_seconds + _VERDICT_SECONDS)
         if self.lost is not None and isinstance(error, RuntimeError | OSError):
             self._send("raised")
             return self.lost
@@ -225,17 +225,17 @@ def start_heartbeat(store: Any, rank: int, size: int, address: str, timeout: flo
     """
     key, runs = "fzero/heartbeat", bool(sys.executable)  # a program that embeds Python has none
     host, limit = socket.gethostname(), timeout / _LIMIT_DIVISOR
-    config = partial(Config, rank=rank, size=size, host=host, limit=limit, stall=timeout, memory=0)
+    config = partial(Config, rank=rank, size=size, host=host, limit_seconds=limit, stall_seconds=timeout, activity_fd=0)
     if rank == 0:
-        token, where = secrets.token_hex(8), address or host
-        heartbeat = HeartbeatClient(config(token=token, address=where, port=0), store) if runs else None
+        secret, where = secrets.token_hex(8), address or host
+        heartbeat = HeartbeatClient(config(world_secret=secret, address=where, port=0), store) if runs else None
         port = 0 if heartbeat is None else heartbeat.port
-        store.set(key, json.dumps([token, where, port]))
+        store.set(key, json.dumps([secret, where, port]))
         if port == 0:
             _log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
         return heartbeat if port else None
-    token, where, port = json.loads(store.get(key))
-    return HeartbeatClient(config(token=token, address=where, port=port), store) if runs and port else None
+    secret, where, port = json.loads(store.get(key))
+    return HeartbeatClient(config(world_secret=secret, address=where, port=port), store) if runs and port else None
 
 
 def register_heartbeat(heartbeat: HeartbeatClient, group: Any) -> None:

@@ -50,7 +50,9 @@ def _shut_down(store: Any) -> None:
     while isinstance(store, dist.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
         store = store.underlying_store
     port = getattr(store, "port", None)  # a store of files has none
-    for name in os.listdir("/proc/self/fd") if port and os.path.isdir("/proc/self/fd") else ():
+    if not port or not os.path.isdir("/proc/self/fd"):
+        return
+    for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -136,7 +136,8 @@ def _join_run(axes: Sequence[Axis]) -> list[Axis]:
     if len(axes) < 2:
         return list(axes)
     name = ",".join([a.name for a in axes])
-    for a in SCOPES.stack[-1].axes.joint if SCOPES.stack else ():
+    joint = SCOPES.stack[-1].axes.joint if SCOPES.stack else ()
+    for a in joint:
         if a.name == name:
             return [a]
     return [axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]]]

@@ -199,8 +199,10 @@ class StoreChannel:
         end = time.monotonic() + self._timeout
         for r in range(1, self._ranks):
             report, failure = _result_or_error(lambda r=r: json.loads(self.wait_for("done", r, end)))
-            errors += [_error_line(failure)] if failure is not None else []
-            errors += [f"rank {r}: {report['error']}"] if report and report["error"] else []
+            if failure is not None:
+                errors.append(_error_line(failure))
+            if report and report["error"]:
+                errors.append(f"rank {r}: {report['error']}")
             if report and files is not None:
                 files.update({int(k): File(*v) for k, v in report["files"].items()})
         if files is not None and not errors:

@@ -326,7 +326,8 @@ class Checkpoints:
                 resume_at(step)  # so that an error that names a lost rank says the run's step
                 return checkpoint
             except DamagedError as error:
-                damaged |= {step: str(error)} if files is self._files else {}
+                if files is self._files:
+                    damaged[step] = str(error)
                 failure = failure or str(error)
                 warn_once(f"fzero: skipped: {error}")
         if failure:  # so `like` may be partly overwritten

@@ -59,7 +59,9 @@ def check_copies(
     Raises:
         ValueError: if it does. The message names the line and the function to use.
     """
-    for axis in invariant_loss.axes if invariant_loss.has_calls else ():
+    if not invariant_loss.has_calls:
+        return
+    for axis in invariant_loss.axes:
         _check_calls_over([(y.grad_fn, y.output_nr) for y in results], axis, invariant_loss, varying[axis])
 
 

@@ -120,5 +120,7 @@ def add(
         "all_reduce": 2 * numel_in,
     }
     elements = full.get(kind, numel_in) // binding.mapped  # all_to_all, ppermute and broadcast send one buffer
-    for log in _LOGS if elements else ():  # an empty buffer is not sent
+    if not elements:  # an empty buffer is not sent
+        return
+    for log in _LOGS:
         log.events.append(CollectiveEvent(kind=kind, axis=binding.axis, elements=elements, dtype=dtype, unit=unit))

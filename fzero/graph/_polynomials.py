@@ -75,12 +75,15 @@ def _fit_polynomial(lengths: Sequence[int], values: Sequence[int]) -> Polynomial
     if a == b == values[-1] and len({*values}) == 1:
         return Polynomial(a)
     tries = [Polynomial(0, a // x)] if a % x == 0 else []
-    tries += [Polynomial(0, 0, a // x**2)] if a % x**2 == 0 else []
+    if a % x**2 == 0:
+        tries.append(Polynomial(0, 0, a // x**2))
     slope, rest = divmod(b - a, y - x)
-    tries += [Polynomial(a - slope * x, slope)] if not rest else []
+    if not rest:
+        tries.append(Polynomial(a - slope * x, slope))
     if len(lengths) > 2 and not rest:
         z, c = lengths[2], values[2]
         curve, rest = divmod((c - a) * (y - x) - (b - a) * (z - x), (z - x) * (z - y) * (y - x))
         linear = slope - curve * (x + y)
-        tries += [Polynomial(a - linear * x - curve * x * x, linear, curve)] if not rest else []
+        if not rest:
+            tries.append(Polynomial(a - linear * x - curve * x * x, linear, curve))
     return next((p for p in tries if all(p.at(n) == v for n, v in zip(lengths, values, strict=True))), None)

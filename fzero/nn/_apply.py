@@ -212,7 +212,9 @@ def _call_on(module: torch.nn.Module, f: Callable[..., Any] | None, state: Named
 def _own_copy(x: torch.Tensor) -> torch.Tensor:
     """Copy a buffer for this rank to write; a simulated rank's copy must be able to differ from the others."""
     copied = x.clone()
-    for axis in loss_axes() if x.is_floating_point() else ():  # a counter is equal on all ranks
+    if not x.is_floating_point():  # a counter is equal on all ranks
+        return copied
+    for axis in loss_axes():
         if not axis.group:
             copied = torch.where(axis.token >= 0, copied, copied)
     return copied

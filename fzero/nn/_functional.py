@@ -188,7 +188,9 @@ def mutable_buffers(module: torch.nn.Module) -> frozenset[str]:
     """Return the names of buffers that forward may write: a training module's persistent statistics and counters."""
     names = set()
     for prefix, m in module.named_modules():
-        for name, b in persistent_buffers(m).items() if m.training else ():
+        if not m.training:
+            continue
+        for name, b in persistent_buffers(m).items():
             if b.is_floating_point() or b.numel() == 1:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return frozenset(names & dict(module.named_buffers()).keys())

@@ -135,7 +135,9 @@ def check_one_device(params: dict[str, Any], buffers: dict[str, Any], kind: str)
         ValueError: if a buffer lies elsewhere. The message names it.
     """
     devices = {x.device: name for name, x in params.items() if not is_box(x)}
-    for name, x in buffers.items() if len(devices) == 1 else ():
+    if len(devices) != 1:
+        return
+    for name, x in buffers.items():
         if not is_box(x) and x.ndim and x.device not in devices:
             device, parameter = next(iter(devices.items()))
             raise ValueError(

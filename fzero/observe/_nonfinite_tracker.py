@@ -269,5 +269,6 @@ def _format_tensor(x: torch.Tensor) -> str:
         return shape
     finite: Any = x.detach()[torch.isfinite(x.detach())]
     parts = [f"{finite.min().item():.4g} to {finite.max().item():.4g}"] if finite.numel() else []
-    parts += [str(kind)] if (kind := nonfinite_kind(x)) else []
+    if kind := nonfinite_kind(x):
+        parts.append(str(kind))
     return f"{shape} of {' and '.join(parts)}"

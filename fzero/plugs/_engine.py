@@ -327,7 +327,9 @@ def _exact_frozen(step: ShardedStep, frozen: Mapping[str, torch.Tensor], policy:
 
 def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:
     """Give all ranks the first rank's weights, as DDP does: their random numbers may differ."""
-    for x in [*module.parameters(), *module.buffers()] if mesh.distributed else ():
+    if not mesh.distributed:
+        return
+    for x in [*module.parameters(), *module.buffers()]:
         on_device = x.detach().to(mesh.device)
         torch.distributed.broadcast(on_device, 0)
         x.data.copy_(on_device)

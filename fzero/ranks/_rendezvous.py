@@ -73,7 +73,8 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     if absent:
         present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
         with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
-            _ = present and store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
+            if present:
+                store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
         raise MissingRankError(_absent_message(absent[0]))
     return world
 

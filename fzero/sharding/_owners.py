@@ -118,7 +118,9 @@ class OwnerAssignment:
         table: list[list[list[_OwnedRange]]] = [[[] for _ in range(self.ranks)] for _ in range(self.ranks)]
         for i, m in enumerate(self.matrices):
             k, stop = self.shard_numels[m.unit], m.start + m.rows * m.columns
-            for sender in range(m.start // k, -(-stop // k)) if stop > m.start else ():
+            if stop == m.start:  # a matrix without elements
+                continue
+            for sender in range(m.start // k, -(-stop // k)):
                 first, last = max(m.start, sender * k), min(stop, sender * k + k)
                 part = table[sender][self.owner[i]]
                 offset = part[-1].offset + part[-1].size if part else 0

@@ -87,7 +87,8 @@ def notes(table: "ConfigurationTable") -> list[str]:
         )
     moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
     unused = [axis for axis, _ in table.machine.axis_bandwidths if axis not in moved]
-    lines += [f"links: no collective runs along {', '.join(unused)}"] if unused else []
+    if unused:
+        lines += [f"links: no collective runs along {', '.join(unused)}"]
     if table.fitting and table.fitting[0].limits:
         lines.append(f"the best step is limited by {format_limits(table.fitting[0].limits)}")
         lines += [_HINT_OF_HOSTS] if _waits_for_hosts(table) else []

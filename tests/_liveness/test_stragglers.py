@@ -20,7 +20,7 @@ def test_a_slow_rank_is_named_after_two_comparisons():
     assert stragglers.slow_ranks == []
     assert stragglers.compare(paces(100 + 2 * _COMPARED_STEPS, inside), HOSTS)
     (slow,) = stragglers.slow_ranks
-    assert (slow.rank, slow.host, slow.phase, slow.since) == (3, "b", "in the step", 100)
+    assert (slow.rank, slow.host, slow.where_slow, slow.since) == (3, "b", "in the step", 100)
     text = "rank 3 (b) works 2.5 times as long as the others in the step, 500.0 ms against 200.0 ms, since step 100"
     assert str(slow) == text
 
@@ -94,4 +94,4 @@ def test_a_rank_is_named_once_where_it_loses_most():
     for step in range(0, 3 * _COMPARED_STEPS + 1, _COMPARED_STEPS):
         seconds = {0: (0.2, 0.01), 1: (0.3, 0.5), 2: (0.2, 0.01)}
         stragglers.compare({r: Pace(step, (step * x, step * y)) for r, (x, y) in seconds.items()}, HOSTS)
-    assert [(x.rank, x.phase) for x in stragglers.slow_ranks] == [(1, "between steps")]
+    assert [(x.rank, x.where_slow) for x in stragglers.slow_ranks] == [(1, "between steps")]

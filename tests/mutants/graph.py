@@ -100,7 +100,7 @@ MUTANTS = [
         Fault(
             "the input of a collective is freed before it completes",
             "_last_uses",
-            skipped("A += [] if B(C) else D.E(F(C))"),
+            skipped("used += A.read_by(B(C))"),
             LIVE_RANGES,
         ),
         Fault("a kernel's workspace is not in the peak", "_unlabeled_ranges", returns("ranges"), OVERWRITE),
@@ -435,7 +435,7 @@ MUTANTS = [
         Fault(
             "a size that grows with the square of the length is not fitted",
             "_fit_polynomial",
-            skipped("A += B if C % D ** 2 == 0 else []"),
+            skipped("A.append(Polynomial(0, 0, B))"),
         ),
     ),
     *File("graph/ir/_node_order.py", PASS_MANAGER).faults(

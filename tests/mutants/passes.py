@@ -49,7 +49,7 @@ MUTANTS = [
             FUSED,
         ),
         Fault(
-            "nodes that become ready are not listed at once", "_append_node", skipped("A += [] if B else C(D, E, F)")
+            "nodes that become ready are not listed at once", "_append_node", skipped("ready += _ready_after(A, B, C)")
         ),
         Fault("updates run at the end of the step", "list_nodes", skipped("A(B, C)", at="1 of 4"), ORDER),
         Fault(

@@ -403,7 +403,7 @@ MUTANTS = [
         Fault(
             "links between machines have the speed of links within",
             "_measure_links",
-            always("A > 1", at="1 of 2"),
+            always("A > 1"),
             (*CALIBRATE, "-m", "slow or not slow"),
         ),
     ),

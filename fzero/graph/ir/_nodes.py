@@ -80,7 +80,8 @@ def users_through_views(node: Node) -> list[Node]:
     """List the nodes, other than views, that use a node or a view of it."""
     users = list(node.users)
     for user in users:  # grows as it goes
-        users += list(user.users) if is_view(user) else []
+        if is_view(user):
+            users += list(user.users)
     return [u for u in users if not is_view(u)]
 
 

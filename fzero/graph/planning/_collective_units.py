@@ -28,7 +28,8 @@ def infer_units(graph: Graph, loop_weights: Mapping[Node, str] | None = None) ->
     for n in graph.nodes:
         if is_collective(n) and n.meta.get("unit") == METRIC and _moves_values(n):
             unit = _nearest_unit(n, applied)
-            units |= {n: unit} if unit else {}
+            if unit:
+                units[n] = unit
         elif loop := loop_of(n):
             _, *arguments = [m for m in loop.body.nodes if is_input(m)]  # the first is the iteration's number
             body_weights = {

@@ -143,7 +143,8 @@ def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], memory: 
         for source in (
             () if node in repeated_waits else _completed_collectives(node)
         ):  # a collective holds its operands until its wait
-            used += [] if is_carried(source) else memory.read_by(collective_of(source))
+            if not is_carried(source):
+                used += memory.read_by(collective_of(source))
         for s in used:
             stops[s] = i if node.op != "output" else len(position)
     return stops

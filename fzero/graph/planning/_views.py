@@ -135,7 +135,8 @@ def _peak_lines(plan: "Plan") -> list[str]:
         lines += [
             f"  {'':>10}  {format_bytes(bytes_):>10}  {label}" for label, bytes_ in by_label.most_common(4) if bytes_
         ]
-        lines += [f"  {'':>10}  {'':>10}  and {len(by_label) - 4} more"] if len(by_label) > 4 else []
+        if len(by_label) > 4:
+            lines.append(f"  {'':>10}  {'':>10}  and {len(by_label) - 4} more")
     return lines
 
 
@@ -226,7 +227,8 @@ def phase_spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
     with_updates = set[str]()
     for i, name in enumerate(names):
         is_interleaved = name.startswith("update") and current.startswith("backward") and i < last[current]
-        with_updates |= {current} if is_interleaved else set()
+        if is_interleaved:
+            with_updates.add(current)
         current = current if is_interleaved else name
         names[i] = current
     start = 0

@@ -32,6 +32,8 @@ from fzero.ranks import Mesh
 
 __all__ = ["Lengths", "for_all_lengths"]
 
+_MAX_SAMPLES = 8  # lengths at which the integers of a segment are kept
+
 
 @dataclass
 class Lengths:
@@ -120,16 +122,16 @@ class Lengths:
 
     def learn(self, codes: Sequence[Code], length: int | None) -> None:
         """Record the segments of a call."""
-        if length is None:
-            self.first_codes += [] if self.dims is not None else codes
-        else:
+        if length is not None:
             self._record_segments(codes, length)
+        elif self.dims is None:
+            self.first_codes += codes
 
     def _record_segments(self, codes: Sequence[Code], length: int) -> None:
         for code in codes:
             samples = self.samples.setdefault(segment_structure(code), [])
             sample = Sample(length, segment_integers(code))
-            if sample not in samples and len(samples) < 8:
+            if sample not in samples and len(samples) < _MAX_SAMPLES:
                 samples.append(sample)
 
 

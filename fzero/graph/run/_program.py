@@ -140,7 +140,8 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
         singles = [*views_to(used, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
         instructions += [_single_operation(node, register_of) for node in singles]
         compiled = None if single else make_segment(subgraph, exported, register_of, parts, scalars)
-        instructions += [] if compiled is None else [compiled]
+        if compiled is not None:
+            instructions.append(compiled)
     instructions += [_single_operation(node, register_of) for node in views_to(values, register_of, view_values)]
     inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}
     result_registers = [None if x is None else register_of[x] for x in result_values]

@@ -61,8 +61,10 @@ def mark_state(old: Any, new: Any) -> None:
 def role_of(values: Any) -> _Role | None:
     """Return the role of a tree's first tensor that has one; None if none has, and outside of `watch_roles`."""
     marks = _current_marks()
-    for x in tree.tensors(values) if marks else ():
-        mark = None if marks is None else marks.get(id(x))
+    if not marks:
+        return None
+    for x in tree.tensors(values):
+        mark = marks.get(id(x))
         if mark is not None and mark[0]() is x and mark[1] == version_key(x):
             return mark[2]
     return None

@@ -227,7 +227,8 @@ def _check_params(params: Params, precision: Precision) -> None:
                 f"master_weights: params leaf {path!r} is {tree.show(x)}, which has no gradient: move it to another "
                 "tree, such as the buffers"
             )
-        narrow += [path] if x.dtype.itemsize < 4 else []
+        if x.dtype.itemsize < 4:
+            narrow.append(path)
     if narrow:
         warn_once(
             f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are in half precision already, so their "

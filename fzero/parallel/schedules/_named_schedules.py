@@ -64,8 +64,10 @@ def one_f_one_b(
         for i, pair in enumerate(back):
             row += [action("F", pair) for pair in pairs[warmup + i : warmup + i + 1]]
             row += [action("I" if splits_backward else "B", pair)]
-            row += [action("W", back[i - rank])] if splits_backward and i >= rank else []
-        row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]] if splits_backward else []
+            if splits_backward and i >= rank:
+                row.append(action("W", back[i - rank]))
+        if splits_backward:
+            row += [action("W", pair) for pair in back[max(0, len(back) - rank) :]]
         rows.append(tuple(row))
     return PipelineSchedule(tuple(rows), place_stages(ranks, ranks * stages_per_rank), name)
 

@@ -57,9 +57,11 @@ class UnitRange(NamedTuple):
         lead = x.shape[:-1]
         pieces: list[torch.Tensor] = []
         for part in self.parts:
-            pieces += [x.new_zeros((*lead, part.before))] if part.before else []
+            if part.before:
+                pieces.append(x.new_zeros((*lead, part.before)))
             pieces += [x.narrow(-1, part.offset, part.size)]
-            pieces += [x.new_zeros((*lead, part.after))] if part.after else []
+            if part.after:
+                pieces.append(x.new_zeros((*lead, part.after)))
         if not pieces:
             return x.new_zeros((*lead, 0, block))
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)).reshape(*lead, self.count, block)

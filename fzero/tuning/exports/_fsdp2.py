@@ -114,7 +114,8 @@ def _train_step(run: PlannedRun) -> str:
     ]
     if c.accumulation > 1 and c.stage < 3:
         lines.append("        is_last = i == len(micro_batches) - 1")
-        lines += ["        model.set_requires_gradient_sync(is_last)"] if c.stage < 2 else []
+        if c.stage < 2:
+            lines.append("        model.set_requires_gradient_sync(is_last)")
         lines.append("        model.set_reshard_after_backward(is_last)")
     elif c.accumulation == 1 or c.stage == 3:
         lines[-1] = "    for micro_batch in micro_batches:"

@@ -68,9 +68,11 @@ def _checkpoint_class(run: PlannedRun) -> str:
 def _import_lines(run: PlannedRun) -> str:
     policy, model = _checkpoint_class(run), _model_of(run)
     lines = ["from torchtitan.components.loss import ChunkedLossWrapper"]
-    lines += [f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []
+    if policy:
+        lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
     if model:
-        lines += [f"from torchtitan.models.{model.module} import model_registry"] if model.flavor else []
+        if model.flavor:
+            lines.append(f"from torchtitan.models.{model.module} import model_registry")
         lines += [f"from torchtitan.models.{model.module}.config_registry import {model.function}"]
     return "\n".join([*lines, "from torchtitan.trainer import Trainer", ""])
 

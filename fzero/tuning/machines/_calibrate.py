@@ -89,7 +89,8 @@ def calibrate(seconds: float = 5.0) -> Machine:
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
     constants |= _measure_host(device, copy, local_ranks, budget)
-    constants |= _measure_links(device, local_ranks, ranks.size) if ranks is not None and ranks.size > 1 else {}
+    if ranks is not None and ranks.size > 1:
+        constants |= _measure_links(device, local_ranks, ranks.size)
     return _make_machine(device, constants)
 
 
@@ -147,7 +148,8 @@ def _measure_links(device: torch.device, local_ranks: int, size: int) -> dict[st
             "network_bandwidth": (links.bandwidth, source),
             "network_hop_seconds": (links.hop_seconds, "measured: half a round trip of a message"),
         }
-        constants |= {} if local_ranks > 1 else {"latency_seconds": (links.latency_seconds, source)}
+        if local_ranks <= 1:
+            constants |= {"latency_seconds": (links.latency_seconds, source)}
     return constants
 
 

@@ -112,11 +112,13 @@ def _block_params(shape: ModelShape) -> ModelParams:
         "v": _linear_params(d, kv, qkv),
     }
     block |= {"o": _linear_params(shape.heads * h, d, all_)}
-    block |= {"q_norm": _norm_params(shape, h), "k_norm": _norm_params(shape, h)} if shape.head_norm else {}
+    if shape.head_norm:
+        block |= {"q_norm": _norm_params(shape, h), "k_norm": _norm_params(shape, h)}
     count = shape.experts[0]
     leading = (count,) if count else ()
     mlp = {"up": _linear_params(d, shape.mlp, all_, *leading), "down": _linear_params(shape.mlp, d, all_, *leading)}
-    mlp |= {"gate": _linear_params(d, shape.mlp, all_, *leading)} if shape.gated else {}
+    if shape.gated:
+        mlp |= {"gate": _linear_params(d, shape.mlp, all_, *leading)}
     return block | ({"experts": mlp, "router": _linear_params(d, count, False)} if count else {"mlp": mlp})
 
 

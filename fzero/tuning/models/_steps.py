@@ -213,7 +213,8 @@ def _split_dims(shape: ModelShape, depth: int) -> dict[str, int]:
 def _split_rules(shape: ModelShape, config: Configuration, depth: int) -> tuple[Callable[..., Any], ...] | None:
     """Return the rules that split leaves over axes other than those of ZeRO; None if there are none."""
     rules = [tp.split_rule(_split_dims(shape, depth))] if config.tp > 1 else []
-    rules += [moe.split_rule("experts")] if config.ep > 1 else []
+    if config.ep > 1:
+        rules.append(moe.split_rule("experts"))
     return tuple(rules) or None
 
 

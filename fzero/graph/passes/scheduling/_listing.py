@@ -197,7 +197,8 @@ def _append_node(rules: OrderRules, state: _ListSchedulerState, node: Node) -> l
         state.missing[n] -= 1
         if not state.missing[n]:
             ready.append(n)
-    ready += [] if waiting or is_input(node) else _ready_after(rules, state, node)
+    if not waiting and not is_input(node):
+        ready += _ready_after(rules, state, node)
     # the last runs first: writes before other nodes, since a write frees its source
     return sorted(ready, key=lambda n: (n.target is not COPY, rules.index[n]), reverse=True)
 
