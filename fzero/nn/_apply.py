@@ -11,6 +11,7 @@ from fzero._arguments import check_callable
 from fzero._torch import is_tracing
 from fzero._torch.levels import is_differentiated
 from fzero._torch.types import NamedTensors
+from fzero._tracebacks import api_boundary_with
 from fzero.axes import bound_axes, in_lockstep, loss_axes
 from fzero.nn._copy import copy_module, shared_tensors
 from fzero.nn._module_checks import check_one_device, check_order, check_tensors, explain_old_function
@@ -29,6 +30,10 @@ from fzero.parallel.tensor import Layers
 from fzero.sharding import is_box
 
 __all__ = ["Apply"]
+
+_CALL = (
+    "The call is apply(params, buffers, x), with all three results of apply, params, buffers = nn.functional(module)"
+)
 
 
 class _ApplyCache:
@@ -75,6 +80,7 @@ class Apply:
     scratch_names: frozenset[str] = frozenset()
     _cache: _ApplyCache = field(default_factory=_ApplyCache, repr=False, compare=False)
 
+    @api_boundary_with(_CALL)
     def __call__(
         self, params: NamedTensors, buffers: NamedTensors, *args: Any, **kwargs: Any
     ) -> tuple[Any, NamedTensors]:
@@ -127,6 +133,7 @@ class Apply:
         """
         check_callable("f", f, "a function of the module and further arguments")
 
+        @api_boundary_with(_CALL)
         def run(params: NamedTensors, buffers: NamedTensors, *args: Any, **kwargs: Any) -> tuple[Any, NamedTensors]:
             return self._call(f, params, buffers, args, kwargs)
 

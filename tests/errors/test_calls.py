@@ -102,6 +102,14 @@ CALLS: dict[str, tuple[Any, str]] = {
         "find_unused_parameters= is not needed",
     ),
     "in_specs of JAX": (lambda: TWO.spmd(len, in_specs=()), "in_specs= is not needed: a PerRank or a Shard differs"),
+    "an input in place of parameters": (
+        lambda: fzero.nn.functional(torch.nn.Linear(2, 2))[0](X),  # pyright: ignore
+        "The call is apply(params, buffers, x), with all three results of apply, params, buffers = nn.functional(",
+    ),
+    "an input in place of a method's parameters": (
+        lambda: fzero.nn.functional(torch.nn.Linear(2, 2))[0].method(len)(X),  # pyright: ignore
+        "The call is apply(params, buffers, x), with all three results of",
+    ),
     "a generator of torch": (
         lambda: fzero.random.normal(fzero.random.key(0), (2,), generator=None),
         "generator= is the first argument, a key: fzero.random.key(0)",

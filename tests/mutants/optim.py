@@ -197,6 +197,7 @@ MUTANTS = [
     ),
     *File("optim/wrappers/_inject_hyperparams.py", WRAPPERS).faults(
         Fault("hyperparameters in float32", "_scalar_tensor", becomes("torch.float64", "torch.float32")),
+        Fault("the number of muon's iterations becomes a tensor", "_is_count", returns("False")),
     ),
     *File("optim/matrices/_adafactor.py", ("tests/test_default_device.py",)).faults(
         Fault("Adafactor's sharded means lie on the default device", "_zero_means", becomes("A.data.device", "None")),

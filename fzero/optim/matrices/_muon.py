@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero._arguments import check_choice
+from fzero._arguments import check_choice, check_int
 from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain, check_mask
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, lerp, rate_at
 from fzero.optim._schedules import Schedule
@@ -100,7 +101,9 @@ def muon(
     check_rate(learning_rate)
     check_mask(mask)
     check_fraction(momentum=momentum)
-    check_nonnegative(eps=eps, weight_decay=weight_decay, ns_steps=ns_steps)
+    check_nonnegative(eps=eps, weight_decay=weight_decay)
+    check_int("ns_steps", ns_steps, 0, "the number of iterations")
+    _check_coefficients(ns_coefficients)
     check_choice("adjust_lr_fn", adjust_lr_fn, tuple(_SCALES))
     if mask is not None and fallback is None:
         raise ValueError("muon: mask= selects Muon's leaves, and no optimizer updates the rest: give fallback= too")
@@ -137,6 +140,12 @@ def muon(
         masked(matrices, lambda p: _resolve_mask(p, mask)),
         masked(fallback, lambda p: _negate_mask(_resolve_mask(p, mask))),
     )
+
+
+def _check_coefficients(coefficients: Any) -> None:
+    is_triple = isinstance(coefficients, tuple | list) and len(coefficients) == 3
+    if not is_triple or not all(isinstance(x, Real) for x in coefficients):
+        raise ValueError(f"ns_coefficients={coefficients!r}: expected three numbers, such as (3.4445, -4.7750, 2.0315)")
 
 
 def _momentum_direction(

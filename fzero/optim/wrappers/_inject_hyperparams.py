@@ -38,7 +38,7 @@ def inject_hyperparams(
     Args:
         factory: a function that makes an optimizer, such as `optim.adamw`, or your own function that returns a `chain`.
         static_args: names of arguments that stay out of the state: functions that are not schedules, such as `mask`,
-            and numbers that decide a structure. Bools, None and trees always stay out.
+            and numbers that decide a structure. Bools, None, trees and arguments of type `int` always stay out.
 
     Returns:
         `factory`, with the same arguments.
@@ -76,7 +76,7 @@ def inject_hyperparams(
             signature,
             args,
             kwargs,
-            numbers={k: v for k, v in dynamic.items() if _is_number(v)},
+            numbers={k: v for k, v in dynamic.items() if _is_number(v) and not _is_count(signature.parameters[k])},
             schedules={k: v for k, v in dynamic.items() if callable(v)},
         )
         # the numbers are not yet tensors, so that `factory` checks them
@@ -139,6 +139,11 @@ def _check_names(hyperparams: dict[str, Any], expected: dict[str, Any]) -> None:
             f"state.hyperparams has {sorted(hyperparams)}: expected {sorted(expected)}; "
             "make the state with this optimizer's `init`"
         )
+
+
+def _is_count(parameter: inspect.Parameter) -> bool:
+    """Return whether an argument is annotated as an int: it decides a structure, such as the length of a loop."""
+    return parameter.annotation in (int, "int")
 
 
 def _is_number(value: object) -> bool:

@@ -72,18 +72,18 @@ def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
     @api_boundary
     def init(params: Params) -> OptState:
         full = abstract(params)
-        if not any(x.ndim for x in tree.tensors(opt.init(full))):  # of no leaf, so no zeros are needed
+        if not any(x.ndim for x in tree.tensors(optimizer.init(full))):  # of no leaf, so no zeros are needed
             check_per_leaf(params, mask)
-            return opt.init(params)
-        return opt.init(zero_outside(params, per_leaf(params, mask)))
+            return optimizer.init(params)
+        return optimizer.init(zero_outside(params, per_leaf(params, mask)))
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         leaf_mask = per_leaf(grads, mask)
         inner = None if params is None else zero_outside(params, leaf_mask)
-        updates, state = opt.update(zero_outside(grads, leaf_mask), state, params=inner)
+        updates, state = optimizer.update(zero_outside(grads, leaf_mask), state, params=inner)
         return tree.map(lambda g, m, u: where(m, u, g), grads, leaf_mask, updates), state
 
-    return wrap_optimizers(init, update, opt)
+    return wrap_optimizers(init, update, optimizer)
 
 
 def where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -122,10 +122,10 @@ def leafwise(opt: OptimizerLike) -> Optimizer:
     """
     optimizer = as_optimizer(opt)
     check_no_master_weights("leafwise", optimizer)
-    takes_inplace = "inplace" in inspect.signature(opt.update).parameters
+    takes_inplace = "inplace" in inspect.signature(optimizer.update).parameters
 
     def init(params: Params) -> OptState:
-        return tree.map(lambda p: opt.init([p]), params)
+        return tree.map(lambda p: optimizer.init([p]), params)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         """Update leaf by leaf, each tied leaf once, and return trees of the updates and of the states."""
@@ -140,9 +140,9 @@ def leafwise(opt: OptimizerLike) -> Optimizer:
             if keys[-1] not in results:
                 results[keys[-1]] = None, s
                 if g is not None:
-                    (u,), s = opt.update([g], s, params=None if p is None else [p], **options)
+                    (u,), s = optimizer.update([g], s, params=None if p is None else [p], **options)
                     results[keys[-1]] = u, s
         updates, new = ([results[key][j] for key in keys] for j in (0, 1))
         return tree.unflatten(structure, updates), tree.unflatten(structure, new)
 
-    return wrap_optimizers(init, update, opt)
+    return wrap_optimizers(init, update, optimizer)

@@ -60,6 +60,7 @@ class PipelineSchedule(FigureReport):
             name: the name of the schedule.
 
         Raises:
+            TypeError: if it is no table, or a row is no list of cells.
             ValueError: if a cell cannot be read, a stage has actions on two ranks or on none, or `check` refuses the
                 table. It refuses torch 2.13's own table of 1F1B, whose last rank skips micro-batch 0.
 

@@ -30,6 +30,7 @@ def parse_rows(table: ScheduleTable) -> tuple[tuple[tuple[Action, ...], ...], tu
     """Read a table, and return each rank's actions, and the rank of each stage.
 
     Raises:
+        TypeError: if it is no table, or a row is no list of cells.
         ValueError: if a cell cannot be read, or a stage has actions on two ranks or on none.
     """
     rows = tuple([tuple(_parse_actions(row, rank)) for rank, row in enumerate(_table_cells(table))])
@@ -52,6 +53,7 @@ def format_csv(schedule: "PipelineSchedule") -> str:
 
 
 def _table_cells(table: ScheduleTable) -> list[list[Any]]:
+    """Return the cells of each rank's row."""
     if isinstance(table, os.PathLike) or (isinstance(table, str) and "\n" not in table and table.endswith(".csv")):
         table = pathlib.Path(table).read_text()
     if isinstance(table, str):
@@ -60,8 +62,18 @@ def _table_cells(table: ScheduleTable) -> list[list[Any]]:
     if isinstance(rows, Mapping):  # torch's pipeline_order: rows by rank
         if set(rows) != {*range(len(rows))}:
             raise ValueError(f"the table has rows of {[*rows]}: expected ranks 0 to {len(rows) - 1}")
-        return [list(rows[rank]) for rank in range(len(rows))]
-    return [list(row) for row in rows]
+        rows = [rows[rank] for rank in range(len(rows))]
+    if not isinstance(rows, Iterable):
+        raise TypeError(
+            f"table={rows!r}: expected CSV with one line per rank, the path of such a file, or rows of cells"
+        )
+    return [_cells_of_row(row, rank) for rank, row in enumerate(rows)]
+
+
+def _cells_of_row(row: Any, rank: int) -> list[Any]:
+    if isinstance(row, str) or not isinstance(row, Iterable):
+        raise TypeError(f"rank {rank} has the row {row!r}: expected a list of its cells, such as ['0F0', '0B0']")
+    return list(row)
 
 
 def _parse_actions(cells: Iterable[Any], rank: int) -> Iterator[Action]:

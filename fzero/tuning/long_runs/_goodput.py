@@ -28,7 +28,7 @@ def save_interval(mtbf: float, save: float) -> float:
         save: how long steps stand still for a save, in seconds.
 
     Raises:
-        ValueError: if `mtbf` is not above 0, or `save` is below 0.
+        ValueError: if `mtbf` is no number above 0, or `save` no number of at least 0.
 
     Example:
         >>> from fzero import tuning
@@ -38,7 +38,8 @@ def save_interval(mtbf: float, save: float) -> float:
     References:
         Daly: A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 37.
     """
-    if not (mtbf > 0 and save >= 0):
+    are_numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (mtbf, save))
+    if not are_numbers or not (mtbf > 0 and save >= 0):
         raise ValueError(f"mtbf={mtbf!r}, save={save!r}: expected seconds above 0, and seconds of at least 0")
     if save >= 2 * mtbf:
         return mtbf

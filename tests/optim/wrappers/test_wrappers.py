@@ -386,6 +386,14 @@ def test_any_injected_number_gives_the_numbers_of_the_plain_optimizer():
         assert set(injected.init(params).hyperparams) >= set(arguments)
 
 
+def test_the_number_of_muons_iterations_is_no_tensor_of_the_state():
+    params, batches, arguments = params_of(), batches_of(3), {"ns_steps": 3, "fallback": optim.sgd(0.1)}
+    injected, plain = optim.inject_hyperparams(optim.muon)(0.1, **arguments), optim.muon(0.1, **arguments)
+    assert_trees_close(train(injected, params, batches), train(plain, params, batches), 1e-12)
+    hyperparams = injected.init(params).hyperparams
+    assert "learning_rate" in hyperparams and "ns_steps" not in hyperparams
+
+
 def test_the_error_of_inject_hyperparams_names_its_wrong_argument():
     with pytest.raises(ValueError, match=r"static_args=\['masks'\]: expected some of the arguments of .*adamw"):
         optim.inject_hyperparams(optim.adamw, static_args="masks")

@@ -94,10 +94,14 @@ def test_overlapped_actions_of_torch_are_parsed_in_sequence():
         ("0F0\n0B0", "stage 0 has actions on ranks 0 and 1: 0B0"),
         ("0F0,0B0\n2F0,2B0", r"stage 1 has no actions, but the table has stages \[0, 2\]"),
         ({0: ["0F0"], 2: ["1F0"]}, r"rows of \[0, 2\]: expected ranks 0 to 1"),
+        (["0F0", "0B0"], r"rank 0 has the row '0F0': expected a list of its cells, such as"),
+        ({0: "0F0"}, "rank 0 has the row '0F0': expected a list of its cells"),
+        ([5], "rank 0 has the row 5: expected a list of its cells"),
+        (5, "table=5: expected CSV with one line per rank, the path of such a file, or rows"),
         ("0F0", "schedule 'mine': 0B0, or 0I0 and 0W0"),
         ("", "schedule 'mine': it has 0 ranks and 0 stages"),
     ],
 )
 def test_a_table_that_cannot_be_read_says_why(table, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         PipelineSchedule.parse(table, "mine")

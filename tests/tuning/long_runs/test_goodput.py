@@ -199,6 +199,8 @@ BAD = {
     "a time in words": (lambda: Reliability(1.0, slow_seconds="1h"), "slow_seconds='1h': expected a number of seconds"),
     "an endless restart": (lambda: Reliability(1.0, restart=math.inf), "restart=inf: expected a number of seconds"),
     "no time between failures in the formula": (lambda: tuning.save_interval(-5, 5), "mtbf=-5, save=5: expected"),
+    "a time between failures in words": (lambda: tuning.save_interval("1h", 5), "mtbf='1h', save=5: expected seconds"),
+    "a time of a save in words": (lambda: tuning.save_interval(100, "5"), "mtbf=100, save='5': expected seconds"),
     "the mtbf of all devices": (
         lambda: tuning.goodput(18.2, 16384, Reliability(3 * HOUR)),
         "seconds between failures of one device; .* 16384 devices fail each 0.659 s",
