@@ -2,17 +2,12 @@
 
 import ast
 import difflib
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
-
-__all__ = ["call_hints", "explain_call"]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
+__all__ = ["explain_call"]
 
 # What other libraries call an argument, with fzero's words for it: JAX, torch, DeepSpeed, Lightning and Megatron.
 _WORDS = {
@@ -137,31 +132,6 @@ _FOREIGN_ARGUMENTS = {  # arguments of other libraries that another function of 
     "static_argnums": "not needed: arguments that are no tensors are constants of a trace",
 }
 _CALL_FAILED = r"\b{}\(\) (?:got (?:an unexpected|some positional|multiple values)|missing \d|takes )"  # Python's words
-
-
-def call_hints(f: _F) -> _F:
-    """Decorate a function that runs within steps, whose errors the step shortens: those of wrong calls get hints.
-
-    Example:
-        >>> import fzero
-        >>> fzero.collectives.psum(torch.ones(2), axis_name="dp")
-        Traceback (most recent call last):
-        TypeError: psum() got an unexpected keyword argument 'axis_name'
-        did you mean axis=, not axis_name=?
-    """
-
-    @functools.wraps(f)
-    def f_with_call_hints(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, and add hints to the error of a call with wrong arguments."""
-        if torch.compiler.is_dynamo_compiling():  # Dynamo raises its own errors
-            return f(*args, **kwargs)
-        try:
-            return f(*args, **kwargs)
-        except TypeError as error:
-            explain_call(error, f, kwargs)
-            raise
-
-    return cast("_F", f_with_call_hints)
 
 
 def explain_call(

@@ -17,6 +17,7 @@ __all__ = ["UserFrames", "api_boundary", "api_boundary_of_class", "api_boundary_
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
 
+_MESSAGE = "_is_message_of_fzero"  # an attribute of errors of which frames of fzero were left out
 _NOTE = "(fzero: frames of fzero and torch are left out; python -X dev shows them)"
 
 
@@ -82,6 +83,8 @@ class UserFrames:
         has_user_frames = any(entries for _, entries in reduced)
         if not has_user_frames and not is_message(error, inner):
             return
+        if not has_user_frames:
+            vars(error)[_MESSAGE] = True  # callers further out no longer see it by the frames
         for e, entries in reduced:
             e.__traceback__ = entries
         if has_user_frames and _NOTE not in getattr(error, "__notes__", ()):
@@ -92,7 +95,7 @@ def is_message(error: Exception, trace: TracebackType | None) -> bool:
     """Return whether fzero raised an error as a message to the user. Errors of other types may be bugs of fzero."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    is_from_fzero = trace is None or is_fzero_code(trace.tb_frame.f_code.co_filename)
+    is_from_fzero = trace is None or hasattr(error, _MESSAGE) or is_fzero_code(trace.tb_frame.f_code.co_filename)
     return is_from_fzero and isinstance(error, ValueError | TypeError | RuntimeError | OSError)
 
 

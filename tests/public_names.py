@@ -60,7 +60,7 @@ def without_example(names: Mapping[str, Any]) -> list[str]:
 
 
 def without_boundary(names: Mapping[str, Any]) -> list[str]:
-    """List the functions whose errors have no hints: `@api_boundary` and `@call_hints` set `__wrapped__`."""
+    """List the functions whose errors have no hints: `@api_boundary` sets `__wrapped__`."""
     return [
         name
         for name, value in names.items()

@@ -391,7 +391,7 @@ def test_public_names_are_documented():
     names = public_names(OF_FZERO)
     assert not undocumented(names), "begin the docstring with a sentence"
     assert not without_example(names), "add an example that runs"
-    assert not without_boundary(names), "add @api_boundary, @torch_hints or @call_hints"
+    assert not without_boundary(names), "add @api_boundary or @torch_hints"
 
 
 def test_a_file_is_one_idea():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fzero
-from fzero import codecs, optim
+from fzero import codecs, optim, tuning
 from fzero._tracebacks import api_boundary
-from fzero.parallel import context, schedules
+from fzero.parallel import context, experts, schedules
 
 OPT = optim.adam(1e-2)
 
@@ -166,6 +166,13 @@ ANSWERS: dict[str, Any] = {
     "batches": lambda: fzero.data.batches(torch.ones(8, 2), STEP.mesh, global_batch=3),
     "a codec of floats": lambda: codecs.float8("e4m3fn"),
     "a codec of ints": lambda: codecs.int8(block=0),
+    "a codec": lambda: codecs.Codec("int5"),
+    "a tensor of ints in a codec": lambda: codecs.int8().encode(torch.ones(2).long()),
+    "another shape of a codec": lambda: codecs.int8().decode(codecs.int8().encode(torch.ones(2)), (3,)),
+    "failures": lambda: tuning.Reliability(0),
+    "a routing": lambda: experts.route(torch.ones(2, 4), 5),
+    "draws": lambda: fzero.random.uniform(torch.ones(2), (2,)),
+    "a collective outside a mesh": lambda: fzero.collectives.psum(torch.ones(2), "dp"),
     "matmul_precision": lambda: fzero.nn.MatmulPrecision("float8", scaling="row"),
     "moments": lambda: optim.Moments("fp8"),  # pyright: ignore
     "a precision": lambda: fzero.Precision(param=torch.int8),

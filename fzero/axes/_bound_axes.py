@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from fzero._arguments import did_you_mean
-from fzero._call_hints import call_hints
 from fzero._torch import is_accelerator, is_tracing
+from fzero._tracebacks import api_boundary
 from fzero.axes._rules import AxisName
 from fzero.axes._scope import SCOPES, Axes, Axis, Binding
 
@@ -143,7 +143,7 @@ def _join_run(axes: Sequence[Axis]) -> list[Axis]:
     return [axes[0]._replace(name=name), *[a._replace(name="") for a in axes[1:]]]
 
 
-@call_hints
+@api_boundary
 def axis_names() -> tuple[str, ...]:
     """List the axes that are bound here; none outside a rank program.
 
@@ -190,7 +190,7 @@ def averaged_axes() -> tuple[str, ...]:
     return (SCOPES.stack[-1].axes.default or ()) if SCOPES.stack else ()
 
 
-@call_hints
+@api_boundary
 def axis_index(axis: AxisName = None, *, device: torch.device | str | None = None) -> torch.Tensor:
     """Return this rank's index along `axis`: an int64 tensor of shape []; 0 outside any mesh.
 
@@ -227,7 +227,7 @@ def index_on(device: torch.device, token: torch.Tensor, binding: Binding) -> tor
     return token.to(device)
 
 
-@call_hints
+@api_boundary
 def axis_size(axis: AxisName = None) -> int:
     """Return the number of ranks along `axis` (a tuple: their product); 1 outside any mesh.
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._call_hints import call_hints
 from fzero._notice import trouble_link
 from fzero._torch import allow_in_graph, storage_id
 from fzero._torch.levels import unwrap
+from fzero._tracebacks import api_boundary
 from fzero.axes._bound_axes import bound_axes
 from fzero.axes._scope import Axis, varying_axes
 from fzero.axes.lockstep import are_equal, is_lockstep, rendezvous
@@ -97,7 +97,7 @@ def _as_replicated(
         raise
 
 
-@call_hints
+@api_boundary
 def assume_replicated(x: Tree) -> Tree:
     """Declare that a tree of tensors is equal on all ranks, for a reason that fzero cannot see.
 

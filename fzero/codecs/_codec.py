@@ -8,7 +8,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_choice, did_you_mean
 from fzero._torch import allow_in_graph
-from fzero._tracebacks import api_boundary
+from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.codecs._quantize import (
     KINDS,
     CodeKind,
@@ -49,6 +49,7 @@ class EncodedTensor(NamedTuple):
     magnitudes: torch.Tensor
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class Codec:
     """A codec: consecutive elements of a leaf are blocks, each with a scale, and each element is a code.
@@ -106,6 +107,7 @@ class Codec:
         """
         return -(-numel * self.code_kind.bits // 8) + 4 * self.num_blocks(numel)
 
+    @api_boundary
     def encode(self, x: torch.Tensor) -> EncodedTensor:
         """Encode a tensor of any shape and floating-point dtype, in row-major order.
 
@@ -124,6 +126,7 @@ class Codec:
         codes = encode_blocks(self, blocks, magnitudes)
         return EncodedTensor(pack(self.code_kind, codes.flatten(-2)[..., : x.numel()].contiguous()), magnitudes)
 
+    @api_boundary
     def decode(
         self, encoded: EncodedTensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
@@ -157,6 +160,7 @@ class Codec:
                     f"by {self}; give the shape of the tensor that was encoded, and its codec"
                 )
 
+    @api_boundary
     def error_bound(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest possible error of each element of a tensor, float32 of its shape, before a cast.
 
@@ -187,6 +191,7 @@ class Codec:
             x = torch.cat([x, padding], -1)
         return x.unflatten(-1, (-1, self.block)) if x.shape[-1] else x.view(*x.shape[:-1], 0, self.block)
 
+    @api_boundary
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Return the decoded code of a tensor. Its derivative is that of the identity.
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from fzero._arguments import is_int
-from fzero._call_hints import call_hints
 from fzero._torch import group_of, is_tracing
 from fzero._torch.types import Tensors
+from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
 from fzero.collectives import _record
 from fzero.collectives._sums import check_dim
@@ -111,7 +111,7 @@ def _message_options(name: str, x: torch.Tensor, peer: int, axis: str, tag: int)
     return bound, MessageOptions(peer, 2 * tag, tuple(x.shape), x.dtype)
 
 
-@call_hints
+@api_boundary
 def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
     """Send a tensor to one rank, which calls `receive`. The sender does not wait, and no other rank takes part.
 
@@ -149,7 +149,7 @@ def send(x: torch.Tensor, to: int, axis: str, *, tag: int = 0) -> torch.Tensor:
     return apply(bound.token, "send", bound.binding, options, x)[0]
 
 
-@call_hints
+@api_boundary
 def receive(
     like: torch.Tensor, source: int, axis: str, *, tag: int = 0, ticket: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 
 from fzero import tree
 from fzero._arguments import is_int
-from fzero._call_hints import call_hints
 from fzero._torch import c10d
 from fzero._torch.types import Tensors
+from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName, Binding, axis_size, join_axes, resolve_axes
 from fzero.collectives._check_copies import note_call
 from fzero.collectives._sums import check_dim, check_tensor, group_psum
@@ -127,7 +127,7 @@ add_rows(
 )
 
 
-@call_hints
+@api_boundary
 def all_to_all(x: torch.Tensor, axis: AxisName = None, *, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
     """Split a tensor into n equal parts along `split_dim`, send part r to rank r, and concatenate the received parts.
 
@@ -177,7 +177,7 @@ def _movedim_to_front(first: int, count: int) -> tuple[list[int], list[int]]:
     return list(range(first, first + count)), list(range(count))
 
 
-@call_hints
+@api_boundary
 def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Send a tensor from rank to rank, as at the boundary of a pipeline stage or in a step of a ring.
 
@@ -226,7 +226,7 @@ def _pairs_of_ranks(perm: Any, n: int) -> tuple[tuple[int, int], ...]:
     return tuple([(sender, to) for sender, to in given])
 
 
-@call_hints
+@api_boundary
 def broadcast(x: Tree, axis: AxisName = None, *, source: int = 0) -> Tree:
     """Send one rank's tensor, or tree of tensors, to all ranks.
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._call_hints import call_hints
 from fzero._torch import copy_to_device
 from fzero._torch.types import Tensors
+from fzero._tracebacks import api_boundary
 from fzero.collectives._sums import check_dim
 from fzero.collectives._table import NO_AXIS, DeviceOptions, LinearMap, RankOperation, add_rows, apply
 
@@ -52,7 +52,7 @@ add_rows(
 )
 
 
-@call_hints
+@api_boundary
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into host memory, differentiably. In a jitted step it is one operation, whose bytes a plan counts.
 
@@ -70,7 +70,7 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     return apply(NO_AXIS.token, "to_host", NO_AXIS.binding, DeviceOptions(x.device), x)[0]
 
 
-@call_hints
+@api_boundary
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor from host memory to a device, differentiably: the transpose of `to_host`.
 

@@ -20,9 +20,9 @@ import torch
 
 from fzero import tree
 from fzero._arguments import is_int
-from fzero._call_hints import call_hints
 from fzero._torch import c10d
 from fzero._torch.types import Tensors
+from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, AxisName, Binding, axis_size, in_mesh_order, join_axes, resolve_axes
 from fzero.collectives import gloo
 from fzero.collectives._check_copies import note_call
@@ -208,7 +208,7 @@ def _summed_axes(axis: AxisName) -> tuple[Axis, ...]:
     return join_axes(in_mesh_order(resolve_axes(axis)))
 
 
-@call_hints
+@api_boundary
 def psum(x: Tree, axis: AxisName = None) -> Tree:
     """Sum a tensor, or each tensor of a tree, over the ranks of `axis`.
 
@@ -255,7 +255,7 @@ def wait_tensor(x: torch.Tensor) -> torch.Tensor:
     return c10d.wait_tensor(x) if type(x) is torch.Tensor else x
 
 
-@call_hints
+@api_boundary
 def pmean(x: Tree, axis: AxisName = None) -> Tree:
     """Average a tensor, or each tensor of a tree, over the ranks of `axis`.
 
@@ -300,7 +300,7 @@ def check_tensor(path: str, leaf: Any) -> torch.Tensor:
     return leaf
 
 
-@call_hints
+@api_boundary
 def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' tensors along `dim`, in rank order.
 
@@ -327,7 +327,7 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
     return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], _dim_options("all_gather", x, dim)))
 
 
-@call_hints
+@api_boundary
 def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Sum the ranks' tensors, and return this rank's part of n equal parts along `dim`: a reduce_scatter.
 
@@ -379,7 +379,7 @@ def _dim_options(name: str, x: Any, dim: int) -> DimOptions:
     return DimOptions(check_dim(name, x, dim) - x.ndim)
 
 
-@call_hints
+@api_boundary
 def pvary(x: Tree, axis: AxisName = None) -> Tree:
     """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
 
@@ -409,7 +409,7 @@ def pvary(x: Tree, axis: AxisName = None) -> Tree:
     )
 
 
-@call_hints
+@api_boundary
 def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
     """Sum a tensor, or each tensor of a tree, over ranks that compute one result together: Megatron's g.
 
@@ -439,7 +439,7 @@ def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
     )
 
 
-@call_hints
+@api_boundary
 def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
     """Concatenate the ranks' parts of one tensor along `dim`, in rank order.
 

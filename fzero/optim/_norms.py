@@ -5,9 +5,9 @@ import math
 import torch
 
 from fzero import tree
-from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
+from fzero._tracebacks import api_boundary
 from fzero.collectives import psum
 from fzero.sharding import Shard, check_on_device, is_box, segment_ids, traced_spec
 from fzero.tree import Tree
@@ -17,7 +17,7 @@ __all__ = ["leaf_norms", "leaf_rms"]
 _PARTIAL_SUMS = 256  # partial sums per leaf: adding a million float32 squares one after the other would lose digits
 
 
-@call_hints
+@api_boundary
 def leaf_norms(values: Tree) -> Tree:
     """Return the 2-norm of each leaf of a tree, exact on any layout.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 from fzero.random._keys import bits, bits_at, check_key, fold_in
 
 __all__ = [
@@ -25,7 +25,7 @@ _Device = torch.device | str | None
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@call_hints
+@api_boundary
 def uniform(
     key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: _Device = None
 ) -> torch.Tensor:
@@ -64,7 +64,7 @@ def _to_fraction(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((x >> (64 - n)) & ((1 << n) - 1)).to(dtype) * 2.0**-n
 
 
-@call_hints
+@api_boundary
 def normal(
     key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: _Device = None
 ) -> torch.Tensor:
@@ -110,7 +110,7 @@ def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, dev
     return -torch.log(u.clamp(max=1 - 2.0 ** -BITS[wide])).to(dtype)
 
 
-@call_hints
+@api_boundary
 def bernoulli(
     key: torch.Tensor, p: float | torch.Tensor, shape: Sequence[int] = (), device: _Device = None
 ) -> torch.Tensor:
@@ -140,7 +140,7 @@ def bernoulli(
     return uniform(key, shape, dtype, device) < p
 
 
-@call_hints
+@api_boundary
 def randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], device: _Device = None) -> torch.Tensor:
     """Draw integers uniformly from low to high - 1.
 
@@ -174,7 +174,7 @@ def permutation(key: torch.Tensor, n: int, device: _Device = None) -> torch.Tens
     return torch.argsort(bits(key, (n,), device), stable=True)
 
 
-@call_hints
+@api_boundary
 def dropout(key: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
     """Set each element to 0 with probability `p`, and scale the remaining elements by 1 / (1 - p).
 

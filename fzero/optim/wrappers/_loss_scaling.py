@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._call_hints import call_hints
 from fzero._tracebacks import api_boundary
 from fzero.collectives import psum, to_host
 from fzero.optim._base import (
@@ -159,7 +158,7 @@ def loss_scale(opt_state: OptState) -> LossScaleState:
     return find_state(opt_state, LossScaleState)
 
 
-@call_hints
+@api_boundary
 def all_finite(grads: Updates) -> torch.Tensor:
     """Return whether all elements of a tree are finite on all ranks, on any layout. It takes one psum per set of axes.
 

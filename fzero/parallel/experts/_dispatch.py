@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 
 from fzero._arguments import check_int
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size, tokens_axis
 from fzero.collectives import all_to_all
 from fzero.parallel.experts._load_balance import expert_capacity
@@ -52,7 +52,7 @@ def check_experts(experts: Any, count: int, axis: str) -> None:
         )
 
 
-@call_hints
+@api_boundary
 def assign_positions(experts: torch.Tensor, count: int, capacity: float | None = None) -> Positions:
     """Assign positions to the choices of each sequence: first choices before second ones, in the order of the tokens.
 
@@ -111,7 +111,7 @@ def _queue_positions(queue: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros_like(queue).scatter(1, order, position)
 
 
-@call_hints
+@api_boundary
 def dispatch(x: torch.Tensor, positions: Positions, axis: str = "ep") -> torch.Tensor:
     """Send tokens to their experts: each rank receives the tokens of its experts from all ranks along an axis.
 
@@ -147,7 +147,7 @@ def dispatch(x: torch.Tensor, positions: Positions, axis: str = "ep") -> torch.T
     return all_to_all(rows, axis_if_bound(axis), split_dim=0, concat_dim=1)
 
 
-@call_hints
+@api_boundary
 def combine(y: torch.Tensor, positions: Positions, gates: torch.Tensor, axis: str = "ep") -> torch.Tensor:
     """Bring tokens back from their experts, and sum each token's choices by its gates.
 

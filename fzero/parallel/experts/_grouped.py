@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fzero._call_hints import call_hints
 from fzero._torch import allow_in_graph, register_flop_formula
+from fzero._tracebacks import api_boundary
 
 __all__ = ["grouped_mm", "grouped_outer", "reads_offsets_on_host"]
 
@@ -130,7 +130,7 @@ def _apply_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, expect
     return _GroupedProduct.apply(True, x, y, offsets, expected_rows)
 
 
-@call_hints
+@api_boundary
 def grouped_mm(
     rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, expected_rows: int | None = None
 ) -> torch.Tensor:
@@ -171,7 +171,7 @@ def grouped_mm(
     return _apply_mm(rows, weights, offsets, rows.shape[0] if expected_rows is None else expected_rows)
 
 
-@call_hints
+@api_boundary
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sum the outer products of each expert's rows: the gradient of `grouped_mm` by its matrices.
 

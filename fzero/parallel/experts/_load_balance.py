@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 from fzero.axes import AxisName, tokens_axis
 from fzero.collectives import pmean
 from fzero.parallel.experts._routing import Routing, check_routing, count_choices, describe
@@ -43,7 +43,7 @@ def _choice_shares(routing: Routing) -> torch.Tensor:
     return _count_choices(routing).to(routing.probs.dtype) / max(routing.experts.shape[1:].numel(), 1)
 
 
-@call_hints
+@api_boundary
 def expert_load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
     """Return each expert's share of all choices, over all ranks.
 
@@ -65,7 +65,7 @@ def expert_load(routing: Routing, axis: AxisName = None) -> torch.Tensor:
     return pmean(_choice_shares(routing).mean(0), axis)
 
 
-@call_hints
+@api_boundary
 def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch", axis: AxisName = None) -> torch.Tensor:
     """Return E times the sum over experts of (share of the choices) x (mean score): 1 if routing is even.
 
@@ -103,7 +103,7 @@ def balance_loss(routing: Routing, over: Literal["batch", "sequence"] = "batch",
     return routing.probs.shape[-1] * (share * score).sum(-1).mean()
 
 
-@call_hints
+@api_boundary
 def z_loss(routing: Routing) -> torch.Tensor:
     """Return the mean square of the log-sum-exp of each token's logits; as a loss it keeps logits small.
 
@@ -125,7 +125,7 @@ def z_loss(routing: Routing) -> torch.Tensor:
     return routing.logits.logsumexp(-1).square().mean()
 
 
-@call_hints
+@api_boundary
 def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> torch.Tensor:
     """Raise the bias of experts below the mean load, and lower that of experts above it: balance without a loss.
 
@@ -163,7 +163,7 @@ def balance_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 1e-3) -> 
     return bias + rate * torch.sign(mean.mean() - mean).to(bias.dtype)
 
 
-@call_hints
+@api_boundary
 def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None) -> dict[str, torch.Tensor]:
     """Return statistics of a layer of experts, over all ranks.
 

@@ -6,9 +6,9 @@ import torch
 
 from fzero import random
 from fzero._arguments import check_choice, check_int, is_int
-from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32, sum_dtype
 from fzero._format import format_tensor
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_index, loss_axes, micro_batch
 
 __all__ = ["Routing", "check_floating", "check_routing", "count_choices", "describe", "jitter", "route"]
@@ -58,7 +58,7 @@ def check_routing(routing: Any) -> None:
         raise TypeError(f"routing is {describe(routing)}: expected the result of fzero.parallel.experts.route")
 
 
-@call_hints
+@api_boundary
 def route(
     logits: torch.Tensor,
     k: int,
@@ -165,7 +165,7 @@ def _check_choices(count: int, k: Any, groups: Any) -> None:
     check_int("k", k, 1, "the number of a token's experts", maximum=choices)
 
 
-@call_hints
+@api_boundary
 def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Tensor:
     """Multiply each element by a random number from 1 - amount to 1 + amount, for a router's input in training.
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_size
 from fzero.collectives import all_to_all, to_host
 from fzero.parallel.experts._dispatch import check_experts
@@ -33,7 +33,7 @@ class Order(NamedTuple):
     order: torch.Tensor
 
 
-@call_hints
+@api_boundary
 def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "ep") -> tuple[torch.Tensor, Order]:
     """Send tokens to their experts, and sort the received rows by expert.
 
@@ -103,7 +103,7 @@ def _expert_order(counts: torch.Tensor, max_rows: int) -> torch.Tensor:
     return torch.argsort(boundaries.cumsum(1)[:, :-1].flatten(), stable=True)
 
 
-@call_hints
+@api_boundary
 def unsort_rows(y: torch.Tensor, order: Order, gates: torch.Tensor, axis: str = "ep") -> torch.Tensor:
     """Bring sorted rows back to their tokens, and sum each token's choices by its gates.
 

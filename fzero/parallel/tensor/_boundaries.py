@@ -7,7 +7,7 @@ functions are the identity.
 
 import torch
 
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, averaged_axes, axis_if_bound, axis_size, bound_axis
 from fzero.collectives import DimOptions, NoOptions, apply_along, check_dim
 
@@ -38,7 +38,7 @@ def _checked_axes(axis: str) -> list[Axis]:
     return [bound_axis(bound) for bound in axis_if_bound(axis)]
 
 
-@call_hints
+@api_boundary
 def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
     """Bring a replicated value into a layer that is split over an axis.
 
@@ -74,7 +74,7 @@ def enter(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     return apply_along("pvary", x, _checked_axes(axis), NoOptions())
 
 
-@call_hints
+@api_boundary
 def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
     """Sum the ranks' partial results of a layer into one value.
 
@@ -104,7 +104,7 @@ def leave(x: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch
     return apply_along("psum_invariant", x, _checked_axes(axis), NoOptions())
 
 
-@call_hints
+@api_boundary
 def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`.
 
@@ -130,7 +130,7 @@ def scatter(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch
     return along("own_part_invariant", x, axis, dim)
 
 
-@call_hints
+@api_boundary
 def all_gather(x: torch.Tensor, axis: str = "tp", *, dim: int = _SEQUENCE) -> torch.Tensor:
     """Concatenate the ranks' parts `[.., k, ..]` into one value `[.., n k, ..]`: the inverse of `scatter`.
 

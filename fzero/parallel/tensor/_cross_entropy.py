@@ -6,15 +6,15 @@ from typing import Literal
 import torch
 
 from fzero._arguments import check_choice
-from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor._boundaries import along, leave
 
 __all__ = ["check_loss_options", "cross_entropy", "logits_of", "loss_of_sums"]
 
 
-@call_hints
+@api_boundary
 def cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,

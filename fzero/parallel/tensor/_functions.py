@@ -5,15 +5,15 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fzero._call_hints import call_hints
 from fzero._torch.levels import may_differ
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_index, axis_size, bound_axis
 from fzero.parallel.tensor._boundaries import along, enter, leave
 
 __all__ = ["check_part", "column", "embed", "own_rows", "row"]
 
 
-@call_hints
+@api_boundary
 def column(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -53,7 +53,7 @@ def column(
     return along("all_gather_invariant", y, axis, -1) if gather else y
 
 
-@call_hints
+@api_boundary
 def row(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, axis: str = "tp", *, sequence: bool = False
 ) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _contract(x: torch.Tensor, w: torch.Tensor, dims: int, b: torch.Tensor | Non
     return y if b is None else y + b
 
 
-@call_hints
+@api_boundary
 def embed(tokens: torch.Tensor, table: torch.Tensor, axis: str = "tp", *, sequence: bool = False) -> torch.Tensor:
     """Look tokens up in a table whose rows are split: each rank holds part of the vocabulary.
 

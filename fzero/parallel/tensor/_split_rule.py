@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from fzero._arguments import is_int
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 from fzero.axes import SplitRule, axis_if_bound, axis_names
 
 __all__ = ["T", "match_suffix", "split_rule"]
@@ -30,7 +30,7 @@ class _SplitByName:
         return [name for name, _ in self.dims if not any(match_suffix(path, {name: True}) for path in paths)]
 
 
-@call_hints
+@api_boundary
 def split_rule(dims: Mapping[str, int], axis: str = "tp") -> SplitRule:
     """Make the rule for `fzero.shard(split=)` that splits leaves over an axis by their names.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fzero._arguments import check_int
-from fzero._call_hints import call_hints
+from fzero._tracebacks import api_boundary
 
 __all__ = [
     "NAMED",
@@ -141,7 +141,7 @@ NAMED: Mapping[str, Style | None] = {
 PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
 
 
-@call_hints
+@api_boundary
 def packed(count: int) -> ColumnParallel:
     """Return the style of a linear layer that holds several matrices, each of which is split: `packed(3)` for QKV.
 
@@ -156,7 +156,7 @@ def packed(count: int) -> ColumnParallel:
     return ColumnParallel(packed=check_int("count", count, 1, "the number of matrices side by side, 3 for q, k and v"))
 
 
-@call_hints
+@api_boundary
 def divided(*names: str) -> DividedAttributes:
     """Return the style of a module that counts heads or columns in attributes. Each rank gets its part of the counts.
 

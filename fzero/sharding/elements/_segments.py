@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._call_hints import call_hints
 from fzero._dtypes import at_least_float32
 from fzero._torch import assume_constant_result, tensor_on
+from fzero._tracebacks import api_boundary
 from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding._boxes import Shard, box_of, is_box
@@ -88,7 +88,7 @@ def check_on_device(box: Shard, what: str) -> None:
         )
 
 
-@call_hints
+@api_boundary
 def global_norm(params: Tree) -> torch.Tensor:
     """Return the 2-norm of all elements of a tree, exact on any layout.
 

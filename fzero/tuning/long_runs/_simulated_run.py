@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from fzero._arguments import check_int
+from fzero._tracebacks import api_boundary_of_class
 
 __all__ = ["LOSSES", "Reliability", "SimulatedRun"]
 
@@ -19,6 +20,7 @@ _USEFUL = "steps"
 LOSSES = ("saves", "lost steps", "detection", "restart", "slow ranks", "fewer ranks")
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class Reliability:
     """The failures of a run, and how long it takes to go on. All numbers are seconds, unless another unit is named.
