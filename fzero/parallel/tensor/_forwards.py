@@ -16,6 +16,7 @@ from fzero.parallel.tensor._styles import (
     ColumnParallel,
     Embedding,
     Experts,
+    LatentProjection,
     ParamSplit,
     ReplicatedParams,
     RowParallel,
@@ -63,6 +64,8 @@ class Layer:
             return self._row_forward(*args, **kwargs)
         if isinstance(self.style, Embedding):
             return self._embedding_forward(*args, **kwargs)
+        if isinstance(self.style, LatentProjection):
+            return enter(self.run(*args, **kwargs), self.axis)
         if isinstance(self.style, ReplicatedParams | Experts):
             return self._on_parts(*args, **kwargs)
         with override_parameters(self.module, self._parameters(), {}):
@@ -71,7 +74,7 @@ class Layer:
     def _column_forward(self, x: torch.Tensor) -> torch.Tensor:
         p = self._parameters()
         w, b = p["weight"], p.get("bias")
-        if not self.is_gathered:
+        if not self.is_gathered and isinstance(self.style, ColumnParallel) and self.style.sums_input_gradient:
             x = enter(x, self.axis) if self.shared_input is None else self.shared_input.enter_once(x)
         if self._shares_heads():
             w, b = self._own_heads(w), None if b is None else self._own_heads(b)

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from fzero.axes import axis_if_bound, axis_size
-from fzero.parallel.tensor._styles import PARAMETERS, ColumnParallel, Embedding, ParamSplit, RowParallel, Style
+from fzero.parallel.tensor._styles import (
+    PARAMETERS,
+    ColumnParallel,
+    Embedding,
+    LatentProjection,
+    ParamSplit,
+    RowParallel,
+    Style,
+)
 
 __all__ = ["Heads", "heads_of", "kv_groups", "layer_splits", "parameter_split"]
 
@@ -32,6 +40,8 @@ def layer_splits(name: str, style: Style, module: torch.nn.Module) -> dict[str, 
                 f"plan={{{name!r}: None}}"
             )
         return {"weight": ParamSplit(0)}
+    if isinstance(style, LatentProjection):
+        _weight_dimensions(name, module)
     if isinstance(style, ColumnParallel | RowParallel):
         inputs, results = _weight_dimensions(name, module)
         if isinstance(style, RowParallel):

@@ -16,6 +16,7 @@ __all__ = [
     "DividedAttributes",
     "Embedding",
     "Experts",
+    "LatentProjection",
     "ParamSplit",
     "ReplicatedParams",
     "RowParallel",
@@ -57,10 +58,18 @@ class ParamSplit(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """A linear layer of which each rank computes some columns of the output."""
+    """A linear layer of which each rank computes some columns of the output.
+
+    Attributes:
+        gather: whether the ranks' columns are joined.
+        packed: the number of matrices in the weight, of each of which a rank has some columns.
+        sums_input_gradient: whether the gradient of the input is summed over the ranks. It is not for an input whose
+            gradient is summed before, as that of a latent is.
+    """
 
     gather: bool = False
     packed: int = 1
+    sums_input_gradient: bool = True
 
     @property
     def description(self) -> str:
@@ -96,6 +105,17 @@ class ReplicatedParams:
 
 
 @dataclass(frozen=True)
+class LatentProjection:
+    """The linear layer of latent attention that computes the latent of keys and values, and the key's rotary part.
+
+    Its weight is replicated. Each rank's heads use all of its result, so the gradient of the result is summed over the
+    ranks. The norm and the column-parallel layer that follow run on this result.
+    """
+
+    description = "replicated, its result used by each rank's heads"
+
+
+@dataclass(frozen=True)
 class Experts:
     """A layer of experts, of which each rank holds part of every expert; the plan names its parameters one by one."""
 
@@ -121,7 +141,16 @@ class DividedAttributes:
         return f"a part of its {', '.join(self.names)}"
 
 
-Style = ColumnParallel | RowParallel | Embedding | ReplicatedParams | Experts | _LocalParams | DividedAttributes
+Style = (
+    ColumnParallel
+    | RowParallel
+    | Embedding
+    | ReplicatedParams
+    | LatentProjection
+    | Experts
+    | _LocalParams
+    | DividedAttributes
+)
 
 NAMED: Mapping[str, Style | None] = {
     "colwise": ColumnParallel(),
@@ -134,6 +163,7 @@ NAMED: Mapping[str, Style | None] = {
     "packed_rowwise": RowParallel(),
     "embedding_rowwise": Embedding(),
     "replicated_with_grad_allreduce": ReplicatedParams(),
+    "mla_kv_a_proj": LatentProjection(),
     "moe_tp_experts": Experts(),
     "local_params": _LocalParams(),
     "replicate": None,
@@ -151,7 +181,7 @@ def packed(count: int) -> ColumnParallel:
     Example:
         >>> from fzero.parallel import tensor as tp
         >>> tp.packed(3)
-        ColumnParallel(gather=False, packed=3)
+        ColumnParallel(gather=False, packed=3, sums_input_gradient=True)
     """
     return ColumnParallel(packed=check_int("count", count, 1, "the number of matrices side by side, 3 for q, k and v"))
 

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 from fzero.parallel.tensor._style_splits import heads_of, layer_splits, parameter_split
-from fzero.parallel.tensor._styles import NAMED, ColumnParallel, Embedding, Experts, ParamSplit, Style
+from fzero.parallel.tensor._styles import (
+    NAMED,
+    ColumnParallel,
+    Embedding,
+    Experts,
+    LatentProjection,
+    ParamSplit,
+    ReplicatedParams,
+    Style,
+)
 
 __all__ = ["Plan", "check_ties", "list_param_splits", "resolve_plan", "style_tied_layers", "with_stars"]
 
@@ -46,7 +55,25 @@ def resolve_plan(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, 
     plan_styles = {name: plan_styles[name] for name in names if name in plan_styles}  # in the module's order
     styles = {name: _resolve_style(name, style) for name, style in plan_styles.items() if name in modules}
     parameters = {name: style for name, style in plan_styles.items() if name not in modules and style is not None}
+    for name in [name for name, style in styles.items() if isinstance(style, LatentProjection)]:
+        styles |= _style_latent(name, modules)
     return {name: style for name, style in styles.items() if style is not None}, parameters
+
+
+def _style_latent(name: str, modules: Mapping[str, torch.nn.Module]) -> dict[str, Style]:
+    """Return the styles of the norm and the linear layer that run on the result of a latent projection.
+
+    Raises:
+        ValueError: if the module around it lacks one of them.
+    """
+    prefix = name.rpartition(".")[0]
+    norm, linear = (f"{prefix}.{last}".lstrip(".") for last in ("kv_a_layernorm", "kv_b_proj"))
+    if missing := [x for x in (norm, linear) if x not in modules]:
+        raise ValueError(
+            f"layer {name!r} has the style 'mla_kv_a_proj', whose result goes into kv_a_layernorm and kv_b_proj, and "
+            f"there is no {missing[0]!r}: leave the attention out, with None in the plan for each of its layers"
+        )
+    return {norm: ReplicatedParams(), linear: ColumnParallel(sums_input_gradient=False)}
 
 
 def with_stars(name: str) -> str:

@@ -60,6 +60,39 @@ def test_training_by_a_models_tp_plan_equals_training_of_the_whole_model(name, s
     assert not whole & set(layers.param_splits)
 
 
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
+DENSE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
+
+
+@pytest.mark.parametrize(
+    "name,rank,experts,sequence",
+    cases(
+        [("deepseek_v2", 8, "", True)],
+        [
+            ("deepseek_v2", None, "", False),
+            ("deepseek_v2", 8, "batched_mm", False),
+            ("glm4_moe_lite", 8, "batched_mm", True),
+            ("minicpm3", 8, "", False),
+        ],
+    ),
+)
+def test_latent_attention_trains_as_the_whole_model(name, rank, experts, sequence):
+    """Its norms and rotary embedding work in float32."""
+    options = {**LATENT, **DENSE, "first_k_dense_replace": 1 if experts else 2, "q_lora_rank": rank}
+    model = model_of(name, experts, **(options if name != "minicpm3" else {**LATENT, "q_lora_rank": rank}))
+    layers = tp.layers(model, sequence=sequence)
+    for mesh, stage in MESHES:
+        params = check(model, layers, mesh, stage, FLOAT32)
+    assert {"model.layers.0.self_attn.kv_b_proj.weight"} <= split_over(params)
+    assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight" not in split_over(params)
+
+
+def test_a_latent_without_the_layers_that_follow_it_is_refused():
+    mlp = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
+    with pytest.raises(ValueError, match="goes into kv_a_layernorm and kv_b_proj, and there is no 'kv_a_layernorm'"):
+        tp.layers(mlp, {"up": "mla_kv_a_proj"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sequence"])
 def test_a_model_with_tied_embeddings_trains_with_remat(sequence):
