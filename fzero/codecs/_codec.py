@@ -133,7 +133,7 @@ class Codec:
         """Decode a tensor of this shape. A block with an element that was not finite is nan.
 
         Raises:
-            TypeError: if `encoded` is not a pair of tensors, as `encode` returns it.
+            TypeError: if `encoded` is not a pair of tensors, as `encode` returns it, or `shape` is no tuple.
             ValueError: if a tensor of this shape has other bytes or blocks by this codec.
 
         Example:
@@ -141,6 +141,8 @@ class Codec:
             >>> codec.decode(codec.encode(x), x.shape)
             tensor([ 1.0000, -0.7143,  0.2857])
         """
+        if not isinstance(shape, tuple | list):
+            raise TypeError(f"decode: shape={shape!r}: expected the sizes of a tensor, such as x.shape, or (3,)")
         numel = torch.Size(shape).numel()
         self._check_encoded(encoded, tuple(shape), numel)
         blocks = self.to_blocks(unpack(self.code_kind, encoded.payload, numel))

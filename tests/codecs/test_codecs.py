@@ -179,6 +179,7 @@ IN_8_BITS, COUNTS = codecs.int8().encode(NUMBERS), torch.ones(2, dtype=torch.int
             ValueError,
             r"decode: the payload is float32 \[4\]: expected uint8 \[4\]",
         ),
+        (lambda: codecs.int8().decode(IN_8_BITS, 4), TypeError, r"shape=4: expected the sizes"),  # pyright: ignore
         (lambda: codecs.int8().decode(NUMBERS, (4,)), TypeError, "expected what encode returned"),  # pyright: ignore
         (lambda: codecs.int8().encode([1, 2]), TypeError, r"encode: x=.*: expected a tensor of"),  # pyright: ignore
         (

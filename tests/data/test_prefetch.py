@@ -41,6 +41,11 @@ class Stream:
         self.before |= event
 
 
+def test_a_number_in_place_of_batches_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"batches is 5: expected several, such as data\.steps\(\)"):
+        fzero.data.prefetch(5, fzero.mesh(dp=2))  # pyright: ignore
+
+
 @given(steps=st.integers(0, 6), ahead=st.integers(1, 3))
 def test_a_batch_is_made_after_what_the_caller_computed_and_used_after_its_copies(steps, ahead):
     """The caller's stream computes the data set, and then a step for each batch, while later batches are copied."""

@@ -194,7 +194,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "other experts than the router's": (
         lambda: moe.layer(ffn, experts_params(3), X, R),
         ValueError,
-        r"experts leaf '\w+' has the shape \[3.*expected 4 experts along dimension 0",
+        r"experts leaf '\w+' has the shape \[3.*expected 4 experts along dimension 0.* 1 rank, since no axis is bound",
+    ),
+    "other experts than the router's, without the axis": (
+        on_ranks(lambda: moe.layer(ffn, experts_params(3), X, R), dp=2),
+        ValueError,
+        r"expected 4 experts along dimension 0.* on 1 rank, since 'ep' is none of the bound axes, 'dp'; give the",
     ),
     "experts in a list": (
         on_ranks(lambda: moe.split_rule("experts")("experts.0.up", P["up"]), ep=2),
