@@ -9,7 +9,7 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero._tracebacks import api_boundary
 from fzero.collectives import psum
-from fzero.sharding import Shard, check_on_device, is_box, segment_ids, traced_spec
+from fzero.sharding import Shard, check_on_device, is_box, leaf_ids, traced_spec
 from fzero.tree import Tree
 
 __all__ = ["leaf_norms", "leaf_rms"]
@@ -69,7 +69,7 @@ def _leaf_norms(values: Tree, mean: bool) -> Tree:
             sizes = [max(n * math.prod(shape), 1) if mean else 1 for shape in traced_spec(x.spec_id).shapes]
             squares = total.to(s.dtype) / tensor_on(sizes, device=s.device)
             table = torch.cat([squares.sqrt(), s.new_zeros(1)])
-            out[position] = Shard(table[segment_ids(x.spec_id, x.data.device)], x.spec_id)
+            out[position] = Shard(table[leaf_ids(x.spec_id, x.data.device)], x.spec_id)
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return (at_least_float32(x).square().sum() / (max(x.numel(), 1) if mean else 1)).sqrt()
@@ -85,5 +85,5 @@ def _sums_of_squares(box: Shard) -> torch.Tensor:
     squares = at_least_float32(box.data).square()
     rows = len(traced_spec(box.spec_id).shapes) + 1  # the last row is padding
     column = torch.arange(len(squares), device=squares.device) % _PARTIAL_SUMS
-    bins = segment_ids(box.spec_id, squares.device) * _PARTIAL_SUMS + column
+    bins = leaf_ids(box.spec_id, squares.device) * _PARTIAL_SUMS + column
     return squares.new_zeros(rows * _PARTIAL_SUMS).index_add(0, bins, squares).view(rows, _PARTIAL_SUMS).sum(1)[:-1]

@@ -89,7 +89,7 @@ FAULTS = {
         never_waits,
     ),
     "a number is read from the device": LaneFault(
-        "sharding/elements/_segments.py",
+        "sharding/elements/_leaf_ids.py",
         "global_norm",
         becomes("torch.stack(A).sum().sqrt()", "torch.stack(A).sum().sqrt() + 0 * torch.stack(A).sum().item()"),
         "dense",

@@ -116,10 +116,10 @@ MUTANTS = [
             OFFLOAD_PARAMS,
         ),
     ),
-    *File("sharding/elements/_segments.py", OFFLOAD).faults(
+    *File("sharding/elements/_leaf_ids.py", OFFLOAD).faults(
         Fault(
-            "the segment of an element ignores where its piece begins",
-            "segment_ids",
+            "the leaf of an element ignores where its piece begins",
+            "leaf_ids",
             becomes("(A.B, A.C)", "(0, A.C - A.B)"),
         ),
     ),

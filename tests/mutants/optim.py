@@ -82,7 +82,7 @@ MUTANTS = [
         Fault("the sign of a word is shifted in", "_shift_right", bare("A & B")),
     ),
     *File("sharding/elements/_leaf_positions.py", ROUNDING).faults(
-        Fault("all leaves have the same draws", "_leaf_id", becomes("binascii.crc32(A)", "0")),
+        Fault("all leaves have the same draws", "_path_key", becomes("binascii.crc32(A)", "0")),
         Fault(
             "parts of split leaves have the draws of the first part",
             "_position_in_full_leaf",
@@ -167,7 +167,7 @@ MUTANTS = [
             "Muon takes one part of a split matrix for the matrix", "_map_stack_of_owner", becomes("reversed(A)", "()")
         ),
     ),
-    *File("sharding/elements/_segments.py", OPTIM_LAWS).faults(
+    *File("sharding/elements/_leaf_ids.py", OPTIM_LAWS).faults(
         Fault(
             "per_leaf gives a number to the first name of a tied leaf only",
             "_numbers_of_leaves",

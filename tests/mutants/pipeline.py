@@ -128,7 +128,7 @@ MUTANTS = [
         Fault("the split of a stacked leaf is one dimension off", "PipelineSplit.__call__", bare("A + 1"), AXES),
         Fault("a batch is split over a pipeline's axis", "PipelineSplit.pipeline_axes", dropped("self.axis"), LAWS),
     ),
-    *File("sharding/elements/_segments.py", LAWS).faults(
+    *File("sharding/elements/_leaf_ids.py", LAWS).faults(
         Fault("the values of idle slots count in a norm", "_zero_unused_items", returns("x", at="2 of 2")),
     ),
     *File("graph/_trace_agreement.py", PROCESSES).faults(

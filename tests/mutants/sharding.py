@@ -85,7 +85,7 @@ MUTANTS = [
     *File("_torch/running_transforms.py", ("tests/_torch/test_torch.py",)).faults(
         Fault("ranks exchange messages while AOTAutograd traces them", "is_tracing", dropped("_in_aot()")),
     ),
-    *File("sharding/elements/_segments.py").faults(
+    *File("sharding/elements/_leaf_ids.py").faults(
         Fault("the global norm is not summed over the ranks", "global_norm", bare("B(A, axes)")),
         Fault("padding counts in the global norm", "zero_padding", becomes("A < B", "A < B + 9")),
         Fault("a tied leaf counts twice in the global norm", "global_norm", becomes("A[id(B)]", "A[len(A)]")),

@@ -106,7 +106,7 @@ MUTANTS = [
     *File("nn/_module_pipeline.py", NN).faults(
         Fault("a pipeline's parameter keeps its path", "ModulePipeline.name.name", returns("path")),
     ),
-    *File("sharding/elements/_segments.py", OPTIMIZERS).faults(
+    *File("sharding/elements/_leaf_ids.py", OPTIMIZERS).faults(
         Fault(
             "a mask gets the shape of all stacked blocks, not of one block",
             "abstract.full_leaves",

@@ -13,7 +13,7 @@ from fzero.collectives import psum
 from fzero.optim._base import Optimizer, OptState, Params, Updates
 from fzero.optim._hyperparams import Scalar, check_positive
 from fzero.optim.checks import torch_hints
-from fzero.sharding import Shard, ShardedUnit, is_box, segment_ids, sharded_units, traced_spec, unit_index
+from fzero.sharding import Shard, ShardedUnit, is_box, leaf_ids, sharded_units, traced_spec, unit_index
 
 __all__ = ["clip_by_expert"]
 
@@ -168,7 +168,7 @@ def _expert_unit(unit: ShardedUnit, paths: Sequence[str], layers: Sequence[str |
 def _row_ids(u: _ExpertUnit) -> torch.Tensor:
     """Return for each element of this rank's shard the number of its row among the rows of the unit: int64 `[k]`."""
     spec, device = traced_spec(u.unit.spec_id), u.unit.shard.data.device
-    leaf = segment_ids(u.unit.spec_id, device)  # the number of leaves for padding
+    leaf = leaf_ids(u.unit.spec_id, device)  # the number of leaves for padding
     position = unit_index(u.unit.spec_id, device) * spec.shard_numel
     offset = position + torch.arange(spec.shard_numel, device=device) - tensor_on(spec.offsets, device=device)[leaf]
     sizes = [

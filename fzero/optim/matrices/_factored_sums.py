@@ -11,7 +11,7 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero.axes import axis_index
 from fzero.collectives import psum
-from fzero.sharding import Shard, ShardedUnit, segment_ids, sharded_units, traced_spec, unit_index
+from fzero.sharding import Shard, ShardedUnit, leaf_ids, sharded_units, traced_spec, unit_index
 
 __all__ = ["FactoredSums", "column_shape", "product_of_factors", "row_shape", "sums_of_squares"]
 
@@ -164,7 +164,7 @@ def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     device, k, shapes = box.data.device, traced_spec(box.spec_id).shard_numel, traced_spec(box.spec_id).shapes
     position = unit_index(box.spec_id, device) * k + torch.arange(k, device=device)
     table = tensor_on([list(column) for column in zip(*_leaf_ranges(shapes), strict=True)], device=device)
-    offset, width, area, rows, columns = table[:, segment_ids(box.spec_id, device)]  # table: [5, leaves + 1]
+    offset, width, area, rows, columns = table[:, leaf_ids(box.spec_id, device)]  # table: [5, leaves + 1]
     inner, end = position - offset, _sum_count(shapes)  # inner: the position in the leaf
     row = torch.where(rows == end, rows, rows + inner // width)
     column = torch.where(columns == end, columns, columns + inner // area * width + inner % width)

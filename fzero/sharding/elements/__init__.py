@@ -3,6 +3,15 @@
 from fzero.sharding.elements._block_ranges import UnitRange, block_range
 from fzero.sharding.elements._element_ranges import put_elements, slice_elements
 from fzero.sharding.elements._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
+from fzero.sharding.elements._leaf_ids import (
+    abstract,
+    check_on_device,
+    check_per_leaf,
+    global_norm,
+    leaf_ids,
+    per_leaf,
+    zero_padding,
+)
 from fzero.sharding.elements._leaf_positions import words_of_leaf, words_of_shard
 from fzero.sharding.elements._leaf_subset import (
     empty_shape,
@@ -11,15 +20,6 @@ from fzero.sharding.elements._leaf_subset import (
     put_subset,
     scatter_subset,
     subset_spec,
-)
-from fzero.sharding.elements._segments import (
-    abstract,
-    check_on_device,
-    check_per_leaf,
-    global_norm,
-    per_leaf,
-    segment_ids,
-    zero_padding,
 )
 
 __all__ = [
@@ -35,12 +35,12 @@ __all__ = [
     "empty_shape",
     "gather_subset",
     "global_norm",
+    "leaf_ids",
     "map_of_blocks",
     "per_leaf",
     "places_of_subset",
     "put_elements",
     "put_subset",
-    "segment_ids",
     "slice_elements",
     "subset_spec",
     "words_of_leaf",

@@ -15,12 +15,12 @@ from fzero.random import key_words, words_at
 from fzero.sharding._spec import spec_of, traced_spec
 from fzero.sharding._stacked_items import item_of, stacked_of
 from fzero.sharding.elements._by_leaf import by_leaf, unit_positions
-from fzero.sharding.elements._segments import segment_ids
+from fzero.sharding.elements._leaf_ids import leaf_ids
 
 __all__ = ["words_of_leaf", "words_of_shard"]
 
 
-def _leaf_id(path: str) -> int:
+def _path_key(path: str) -> int:
     return binascii.crc32(path.encode())
 
 
@@ -28,46 +28,46 @@ def words_of_leaf(key: torch.Tensor, path: str, leaf: torch.Tensor) -> torch.Ten
     """Draw 32 random bits for each element of a full leaf: int32, of the shape of the leaf, on its device."""
     dtype = torch.int32 if leaf.numel() < 2**31 else torch.int64
     position = torch.arange(leaf.numel(), dtype=dtype, device=leaf.device).view(leaf.shape)
-    first, second = key_words(key.to(leaf.device), tensor_on(_leaf_id(path), device=leaf.device))
+    first, second = key_words(key.to(leaf.device), tensor_on(_path_key(path), device=leaf.device))
     return words_at(first, second, position)
 
 
 def words_of_shard(key: torch.Tensor, spec_id: int, device: torch.device) -> torch.Tensor:
     """Draw 32 random bits for each element of this rank's shard of a unit: int32 `[k]`, those of its full leaves."""
     spec = traced_spec(spec_id)
-    axis, rows = _leaf_ids(spec_id)  # a row for each rank along the axis of a stacked list, else one
-    leaf_ids = tensor_on(rows, device=device)
+    axis, rows = _path_keys(spec_id)  # a row for each rank along the axis of a stacked list, else one
+    path_keys = tensor_on(rows, device=device)
     row = axis_index(axis, device=device).reshape(1) if axis else torch.zeros(1, dtype=torch.int64, device=device)
-    words = key_words(key.to(device), leaf_ids.index_select(0, row).squeeze(0))
+    words = key_words(key.to(device), path_keys.index_select(0, row).squeeze(0))
     in_unit = unit_positions(spec_id, device)
     offsets = tensor_on([*spec.offsets[:-1], spec.numel], dtype=in_unit.dtype, device=device)
     first, second, offset = by_leaf(spec_id, in_unit, [*words, offsets])
     position = in_unit - offset
     if any(not split.stacked for split in spec.split):
-        position = _position_in_full_leaf(spec_id, position.to(torch.int64), segment_ids(spec_id, device))
+        position = _position_in_full_leaf(spec_id, position.to(torch.int64), leaf_ids(spec_id, device))
     return words_at(first, second, position)
 
 
 @assume_constant_result
-def _leaf_ids(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """Return an axis, and for each rank along it the ids of a unit's leaves; "" if all ranks have the same leaves.
+def _path_keys(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """Return an axis, and for each rank along it the keys of a unit's leaves; "" if all ranks have the same leaves.
 
-    The padding, and a slot of a stacked list that holds no item, have the id 0.
+    The padding, and a slot of a stacked list that holds no item, have the key 0.
     """
     spec = spec_of(spec_id)
     along, stacked = stacked_of(spec) or (None, None)
     if along is None or stacked is None:
-        return "", ((*[_leaf_id(path) for path in spec.paths], 0),)
+        return "", ((*[_path_key(path) for path in spec.paths], 0),)
     rows = []
     for rank in range(along.size):
         row = []
         for path in spec.paths:
             item = item_of(path, "", stacked)
             if item is None:
-                row.append(_leaf_id(path))
+                row.append(_path_key(path))
                 continue
             index = item.indices[rank]
-            row.append(0 if index is None else _leaf_id(item.path(index)))
+            row.append(0 if index is None else _path_key(item.path(index)))
         rows.append((*row, 0))
     return along.axis, tuple(rows)
 

@@ -1,4 +1,4 @@
-"""Segments: the leaf of each element of a flat shard. Optimizers need it to be exact on shards.
+"""Leaf ids: the leaf of each element of a flat shard. Optimizers need it to be exact on shards.
 
 A third-party optimizer may make the padding of a shard nonzero. Padding lies in no leaf, so nothing here counts it.
 """
@@ -20,10 +20,10 @@ from fzero.sharding._stacked_items import item_of, stacked_of
 from fzero.sharding.units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 
-__all__ = ["abstract", "check_on_device", "check_per_leaf", "global_norm", "per_leaf", "segment_ids", "zero_padding"]
+__all__ = ["abstract", "check_on_device", "check_per_leaf", "global_norm", "leaf_ids", "per_leaf", "zero_padding"]
 
 
-def segment_ids(spec_id: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
+def leaf_ids(spec_id: int, device: torch.device, piece: Piece | None = None) -> torch.Tensor:
     """Return the index of the leaf of each element of this rank's shard. Padding has the number of leaves as its index.
 
     Returns:
@@ -71,7 +71,7 @@ def _zero_unused_items(box: Shard) -> torch.Tensor:
         unused = tensor_on([row[0] for row in rows], device=x.device).index_select(0, rank_index)
     else:
         table = tensor_on([(*row, True) for row in rows], device=x.device)  # the last column: padding
-        unused = table.index_select(0, rank_index).squeeze(0)[segment_ids(box.spec_id, x.device)]
+        unused = table.index_select(0, rank_index).squeeze(0)[leaf_ids(box.spec_id, x.device)]
     return torch.where(unused, torch.zeros_like(x), x)
 
 
@@ -216,4 +216,4 @@ def _spread_over_piece(row: Sequence[float], spec_id: int, piece: Piece, x: torc
     if len(set(row)) == 1:
         return row[0]
     table = tensor_on([*row, 0.0], dtype=x.dtype, device=x.device)
-    return table[segment_ids(spec_id, x.device, piece)]
+    return table[leaf_ids(spec_id, x.device, piece)]
