@@ -98,9 +98,10 @@ docs: $(VENV)/docs.stamp ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo 'open site/index.html'
 
-format: $(VENV)/dev.stamp ## format the code and the pages, and fix what lint can fix
+format: $(VENV)/dev.stamp ## format the code and the pages, write their lists, and fix what lint can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/python -m tests.docs.lists
 	$(BIN)/python -m tests.docs.sentences
 
 clean: ## remove .venv, caches and outputs

@@ -38,6 +38,17 @@ def public_names(pages: tuple[str, ...]) -> Mapping[str, Any]:
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
 
 
+def on_pages(package: str) -> set[str]:
+    """Return the names of a package that the pages describe: in a line, by names within, or as a name of another."""
+    module = importlib.import_module(package)
+    ids = {id(x) for x in public_names(OF_FZERO).values()}
+    return {
+        name
+        for name in [*module.__all__, *getattr(module, "INTERNAL", ())]
+        if any(f"{listed}.".startswith(f"{package}.{name}.") for listed in ON_PAGES) or id(getattr(module, name)) in ids
+    }
+
+
 def undocumented(names: Mapping[str, Any]) -> list[str]:
     """List the functions and classes without a docstring whose first line is a sentence."""
     results = []

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import fzero
-from fzero.graph._pass_manager import PASSES
 from fzero.parallel.schedules._named_schedules import NAMES
 from tests.distributed.launch import world as processes
 from tests.docs import options
@@ -200,12 +199,6 @@ def first_cells(page: str, header: str) -> list[str]:
     """Return the first cells of a page's table, without backticks."""
     table = (DOCS / page).read_text().partition(f"| {header} |")[2].partition("\n\n")[0]
     return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
-
-
-def test_every_pass_is_in_the_table_of_its_page():
-    assert first_cells("jit.md", "pass") == [row.name for row in PASSES], (
-        'docs/jit.md, "The passes": a row for each pass, in the order of PASSES'
-    )
 
 
 def test_every_named_schedule_is_in_the_table_of_its_page():
