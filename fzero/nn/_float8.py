@@ -17,7 +17,7 @@ __all__ = ["SCALINGS", "SIZE_MULTIPLE", "float8_linear"]
 
 SCALINGS = ("tensorwise", "rowwise")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZE_MULTIPLE = 16  # of the sizes that the products of cards have
+SIZE_MULTIPLE = 16  # the kernels of GPUs take matrices whose sizes are multiples of it
 
 _VALUE_DTYPE = torch.float8_e4m3fn  # the codes of inputs and weights
 _KIND_OF_DTYPE = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}

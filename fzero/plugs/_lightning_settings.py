@@ -11,7 +11,7 @@ from fzero import optim
 
 __all__ = ["check_settings", "clipping", "mixed_dtype"]
 
-# What cannot hold. The hooks see gradients, or weights before they are updated; the callbacks read or change weights.
+# What is refused: the hooks see gradients, or weights before they are updated; the callbacks read or change weights.
 _HOOKS = ("on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
 _MODULE_HOOKS = (*_HOOKS, "backward", "configure_gradient_clipping")
 _CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
@@ -32,11 +32,11 @@ def check_settings(trainer: Trainer, module: Any, is_fitting: bool) -> None:
     precision = trainer.precision_plugin
     if type(precision) not in _PRECISIONS:
         raise ValueError(
-            f"precision plugin {type(precision).__name__} cannot hold, since it replaces layers or scales gradients: "
+            f"precision plugin {type(precision).__name__} is refused, since it replaces layers or scales gradients: "
             "use precision='32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
         )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
-        raise ValueError("Trainer(sync_batchnorm=True) cannot hold: SyncBatchNorm has no derivative under torch.func")
+        raise ValueError("Trainer(sync_batchnorm=True) is refused: SyncBatchNorm has no derivative under torch.func")
     if getattr(module, "_compiler_ctx", None) is not None:
         raise ValueError(f"{kind} is compiled, and a sharded step runs the plain module: leave torch.compile out")
     if not is_fitting:

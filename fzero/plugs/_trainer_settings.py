@@ -36,7 +36,7 @@ def check_settings(trainer: Trainer) -> None:
     args = trainer.args
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
-            raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) cannot hold: {reason}")
+            raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) is refused: {reason}")
     if trainer.model_init is not None:
         raise ValueError("Trainer(model_init=...) makes a new model in train(): pass model=, as model_init()")
     if args.n_gpu > 1:
@@ -50,7 +50,7 @@ def check_settings(trainer: Trainer) -> None:
         raise ValueError(f"TrainingArguments(max_grad_norm={args.max_grad_norm}): expected 0, for none, or more")
     if args.load_best_model_at_end and args.save_only_model:
         raise ValueError(
-            "TrainingArguments(save_only_model=True) cannot hold with load_best_model_at_end=True, which reads the "
+            "TrainingArguments(save_only_model=True) is refused with load_best_model_at_end=True, which reads the "
             "shards of a checkpoint: pass save_only_model=False"
         )
     _check_overrides(trainer)

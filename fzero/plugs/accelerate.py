@@ -116,7 +116,7 @@ def shard_loop(
 
     Raises:
         TypeError: if the model or the optimizer is prepared already.
-        ValueError: if a setting of the accelerator cannot hold, or the optimizer has no counterpart in `fzero.optim`.
+        ValueError: if a setting of the accelerator is refused, or the optimizer has no counterpart in `fzero.optim`.
             The message names it.
 
     Example:
@@ -191,7 +191,7 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
         )
     if accelerator.distributed_type not in [DistributedType(kind) for kind in _KINDS]:
         raise ValueError(
-            f"the accelerator's distributed_type={accelerator.distributed_type.value} cannot hold: fzero shards in its "
+            f"the accelerator's distributed_type={accelerator.distributed_type.value} is refused: fzero shards in its "
             "place; leave out its plugin, and its part of the configuration of accelerate launch"
         )
     if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
@@ -200,17 +200,17 @@ def _check_settings(accelerator: Accelerator, model: Any, optimizer: Any) -> Non
         )
     if accelerator.ddp_handler is not None and accelerator.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(
-            "DistributedDataParallelKwargs(comm_hook=...) cannot hold: DDP is not used, and gradients are reduced in "
+            "DistributedDataParallelKwargs(comm_hook=...) is refused: DDP is not used, and gradients are reduced in "
             "their own dtype; leave it out"
         )
     if accelerator.autocast_handler is not None and not accelerator.autocast_handler.enabled:
         raise ValueError(
-            "AutocastKwargs(enabled=False) cannot hold: the step has no autocast; pass mixed_precision='no'"
+            "AutocastKwargs(enabled=False) is refused: the step has no autocast; pass mixed_precision='no'"
         )
     dynamo: Any = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO:
         raise ValueError(
-            "Accelerator(dynamo_backend=...) cannot hold: the step is compiled, shard_loop(..., backend='inductor')"
+            "Accelerator(dynamo_backend=...) is refused: the step is compiled, shard_loop(..., backend='inductor')"
         )
 
 

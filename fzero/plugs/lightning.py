@@ -47,7 +47,7 @@ class Strategy(Processes):
         timeout: how long processes wait for each other.
 
     Raises:
-        ValueError: if `stage` is no stage of ZeRO. `fit` raises it for a setting that cannot hold, such as manual
+        ValueError: if `stage` is no stage of ZeRO. `fit` raises it for a setting that is refused, such as manual
             optimization. The message names the setting.
 
     Example:

@@ -51,7 +51,7 @@ def shard_trainer(
 
     Raises:
         TypeError: if `trainer` is not a Trainer.
-        ValueError: if a setting cannot hold, such as `fsdp`, or an optimizer without a counterpart in `fzero.optim`.
+        ValueError: if a setting is refused, such as `fsdp`, or an optimizer without a counterpart in `fzero.optim`.
             The message names the setting.
 
     Example:

@@ -99,7 +99,7 @@ _MAX_LOCK_SECONDS = 600.0  # to wait for a segment that another process compiles
 
 
 class Code(NamedTuple):
-    """A segment to compile.
+    """What Inductor needs to compile a segment.
 
     Attributes:
         graph: the segment's operations.

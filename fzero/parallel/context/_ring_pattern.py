@@ -251,7 +251,13 @@ class Mask(NamedTuple):
                 yield slice(a, b), slice(first, end)
 
     def of(self, rows: slice, columns: slice, lead: torch.Size) -> torch.Tensor:
-        """Return bool `[1 or b, 1, t, s]` for a tile of values with leading dimensions `[..]` that hold b elements."""
+        """Return which queries of a tile attend to which of its keys: bool `[b, 1, rows, columns]`.
+
+        Args:
+            rows: the tile's queries.
+            columns: the tile's keys.
+            lead: the leading dimensions of the values. b is their number of elements, or 1 if all have one mask.
+        """
         keep = self.pattern.options.keep(self.queries[..., rows], self.keys[..., columns])
         if self.query_documents is not None and self.key_documents is not None:
             same = self.query_documents[..., rows].unsqueeze(-1) == self.key_documents[..., columns].unsqueeze(-2)
