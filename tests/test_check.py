@@ -35,6 +35,7 @@ ROOT = pathlib.Path(__file__).parents[1]
                 "tests/collectives/test_moves.py",
                 "tests/collectives/test_collectives.py",
                 "tests/sharding/test_partition_and_gather.py",
+                "tests/errors/test_programs.py",
             ],
         ),
         ("fzero/_donated.py", ["tests/graph/trace/test_donation.py", "tests/test_remedies.py"]),
