@@ -149,7 +149,7 @@ def explain_call(
     if not _failed_at_call(error, f):
         return
     notes = [note for note in (hint, _nearest(f, kwargs)) if note]
-    if not notes and (example := _example_of(documented or f)):
+    if not notes and (example := _find_example(documented or f)):
         notes = [f"for example, {example}"]
     for note in notes:
         error.add_note(note)
@@ -166,12 +166,12 @@ def _failed_at_call(error: TypeError, f: Callable[..., Any]) -> bool:
     return bool(name and re.search(_CALL_FAILED.format(name), str(error)))
 
 
-def _example_of(documented: Any) -> str:
+def _find_example(documented: Any) -> str:
     """Return the first call of a function or class in the example of its docstring; "" without one.
 
     Example:
         >>> import fzero
-        >>> _example_of(fzero.shard)
+        >>> _find_example(fzero.shard)
         'fzero.shard(train_step, stage=2, mesh=mesh)'
     """
     name = getattr(documented, "__name__", "")

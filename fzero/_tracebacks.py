@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fzero._call_hints import explain_call
-from fzero._liveness import lost_rank_error_of
+from fzero._liveness import find_lost_rank_error
 from fzero._torch.recorder import is_fzero_code, is_user_code
 
 __all__ = ["UserFrames", "api_boundary", "api_boundary_of_class", "api_boundary_with", "is_message"]
@@ -71,7 +71,7 @@ class UserFrames:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Shorten the traceback of an error that is a message, or raise the error that names a lost rank."""
-        if (lost := lost_rank_error_of(error)) is not None:
+        if (lost := find_lost_rank_error(error)) is not None:
             if error is not None and not sys.flags.dev_mode:
                 error.__traceback__ = _user_frames(trace)
             raise lost from error

@@ -4,7 +4,7 @@ from fzero._liveness._heartbeat_client import (
     HeartbeatClient,
     LostRankError,
     current_heartbeat,
-    lost_rank_error_of,
+    find_lost_rank_error,
     publish_step,
     register_heartbeat,
     resume_at,
@@ -17,7 +17,7 @@ __all__ = ["LostRankError"]
 INTERNAL = [
     "HeartbeatClient",
     "current_heartbeat",
-    "lost_rank_error_of",
+    "find_lost_rank_error",
     "publish_step",
     "register_heartbeat",
     "resume_at",

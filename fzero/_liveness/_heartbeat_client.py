@@ -30,7 +30,7 @@ __all__ = [
     "HeartbeatClient",
     "LostRankError",
     "current_heartbeat",
-    "lost_rank_error_of",
+    "find_lost_rank_error",
     "publish_step",
     "register_heartbeat",
     "resume_at",
@@ -134,7 +134,7 @@ class HeartbeatClient:
         self.publish("between steps")
         self._in_step = False
 
-    def lost_rank_error_of(self, error: BaseException) -> LostRankError | None:
+    def find_lost_rank_error(self, error: BaseException) -> LostRankError | None:
         """Return the error that names the lost rank, if `error` comes from a connection to it.
 
         It waits for the verdict, which the heartbeats of all ranks find together.
@@ -246,10 +246,10 @@ def register_heartbeat(heartbeat: HeartbeatClient, group: Any) -> None:
     weakref.finalize(group, heartbeat.stop)
 
 
-def lost_rank_error_of(error: BaseException | None) -> LostRankError | None:
+def find_lost_rank_error(error: BaseException | None) -> LostRankError | None:
     """Return the error that names the lost rank, if an error comes from a connection to it; see the method."""
     heartbeat = current_heartbeat()
-    return None if heartbeat is None or error is None else heartbeat.lost_rank_error_of(error)
+    return None if heartbeat is None or error is None else heartbeat.find_lost_rank_error(error)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from fzero._torch.device_graph import DeviceGraph, can_record, copy_together, ha
 from fzero._torch.flops import flop_formulas, with_query_heads
 from fzero._torch.foreach import apply_to_groups, can_group
 from fzero._torch.graphs import copy_nodes
-from fzero._torch.memory import Buffer, buffers_of, count_holders, in_buffers, storage_id, view_of
+from fzero._torch.memory import Buffer, count_holders, find_buffers, in_buffers, storage_id, view_of
 from fzero._torch.on_import import allow_in_graph, assume_constant_result, register_flop_formula
 from fzero._torch.process_groups import c10d, default_store, group_of
 from fzero._torch.pytrees import children_without_names, pytree, register_box
@@ -90,7 +90,6 @@ __all__ = [
     "apply_to_groups",
     "assume_constant_result",
     "autocast_kinds",
-    "buffers_of",
     "c10d",
     "can_group",
     "can_record",
@@ -104,6 +103,7 @@ __all__ = [
     "decisions",
     "default_store",
     "empty_cache",
+    "find_buffers",
     "flop_formulas",
     "fork_random_state",
     "functionalize",

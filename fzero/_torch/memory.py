@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "Buffer",
     "Memory",
-    "buffers_of",
     "count_holders",
+    "find_buffers",
     "in_buffers",
     "is_real",
     "memory_of",
@@ -45,18 +45,18 @@ class Buffer(NamedTuple):
     numel: int
 
 
-def buffers_of(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
+def find_buffers(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
     """Return the buffers that two or more of these tensors, all contiguous, fill without gaps and overlaps."""
     by_storage: dict[int, list[int]] = {}
     for i, x in enumerate(tensors):
         by_storage.setdefault(storage_id(x), []).append(i)
     if len(by_storage) == len(tensors):
         return ()
-    buffers = [_buffer_of(tensors, members) for members in by_storage.values() if len(members) > 1]
+    buffers = [_find_buffer(tensors, members) for members in by_storage.values() if len(members) > 1]
     return tuple([buffer for buffer in buffers if buffer is not None])
 
 
-def _buffer_of(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
+def _find_buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
     """Return the order of the members if they fill one memory without gaps, so that one tensor can stand for all."""
     first = tensors[members[0]]
     is_plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first.dtype for i in members)
@@ -85,7 +85,7 @@ def in_buffers(
         empty: a function `(tensor, shape, strides)` that returns a new tensor like `tensor`, of this shape and strides.
     """
     members: dict[int, torch.Tensor] = {}
-    for buffer in buffers_of(tensors):
+    for buffer in find_buffers(tensors):
         data = empty(tensors[buffer.members[0]], [buffer.numel], [1])
         for i, offset in zip(buffer.members, buffer.offsets, strict=True):
             members[i] = view_of(data, offset, tensors[i].shape)

@@ -88,7 +88,7 @@ class Stacks:
                 break
             is_layer = code.co_name == "forward" and code.co_filename.startswith(_MODULES)
             if is_layer or is_user_code(code.co_filename):
-                call = _module_of(frame) or code.co_qualname.rpartition("<locals>.")[2]
+                call = _find_module(frame) or code.co_qualname.rpartition("<locals>.")[2]
                 if isinstance(call, torch.nn.Module) or not call.endswith(">"):  # no lambdas and comprehensions
                     calls.append(call)
             frame = frame.f_back
@@ -112,7 +112,7 @@ class Stacks:
         return self._names[key]
 
 
-def _module_of(frame: FrameType) -> torch.nn.Module | None:
+def _find_module(frame: FrameType) -> torch.nn.Module | None:
     """Return the module whose method a frame runs, if any."""
     if frame.f_code.co_varnames[:1] != ("self",):
         return None

@@ -113,7 +113,7 @@ def run(shape: Sequence[tuple[str, int]], program: Callable[[tuple[Axis, ...], t
     """
     lockstep_run, number = LockstepRun(math.prod([size for _, size in shape])), next(_NUMBERS)
     groups: dict[str, RankGroup] = {}
-    axes = [_axes_of(lockstep_run, groups, number, shape, rank) for rank in range(lockstep_run.size)]
+    axes = [_make_axes(lockstep_run, groups, number, shape, rank) for rank in range(lockstep_run.size)]
     inherit, context = thread_state(), contextvars.copy_context()
 
     def run_program(rank: int) -> Any:
@@ -165,7 +165,7 @@ def _run_rank(run: LockstepRun, rank: int, run_program: Callable[[int], Any]) ->
         run.end_turn(rank)
 
 
-def _axes_of(
+def _make_axes(
     run: LockstepRun, groups: dict[str, RankGroup], number: int, shape: Sequence[tuple[str, int]], rank: int
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Return a rank's axes, and an axis for each combination of several axes of the mesh."""

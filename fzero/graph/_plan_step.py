@@ -120,11 +120,11 @@ def step_of_rank(
             if value is not None:
                 raise ValueError(f"{name}={value}: {jitted} has no mesh; shard it with fzero.shard first")
         return StepOfRank(jitted, args, kwargs)
-    shape = _shape_of(mesh, world_size)
+    shape = _resolve_shape(mesh, world_size)
     if jitted.options.hardware is not None:
         jitted = jitted.with_options(hardware=jitted.options.hardware._replace(axes=shape))
     args, kwargs = one_rank_tree((args, kwargs), dict(shape), all_ranks=mesh.simulated)
-    world = planned_mesh(shape, _coordinates_of(rank, shape))
+    world = planned_mesh(shape, _compute_coordinates(rank, shape))
     return StepOfRank(jitted.with_options(train_step.on_mesh(world)), args, kwargs)
 
 
@@ -135,7 +135,7 @@ def _hardware_of(hardware: str | Hardware) -> Hardware:
     return HARDWARE[hardware]
 
 
-def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
+def _resolve_shape(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
     """Return the name and the size of each axis in the planned world."""
     if isinstance(world_size, int) and len(mesh.shape) > 1:
         raise ValueError(
@@ -151,7 +151,7 @@ def _shape_of(mesh: Mesh, world_size: int | Mapping[str, int] | None) -> Shape:
     return tuple(sizes.items())
 
 
-def _coordinates_of(rank: int | Mapping[str, int], shape: Shape) -> Shape:
+def _compute_coordinates(rank: int | Mapping[str, int], shape: Shape) -> Shape:
     """Return the coordinates of a rank along the axes of a world.
 
     Raises:

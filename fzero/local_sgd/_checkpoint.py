@@ -7,7 +7,7 @@ from fzero._arguments import check_path
 from fzero._torch.types import StrPath
 from fzero.checkpoint import CheckpointError, load, read, save
 from fzero.local_sgd._outer_step import OuterStep
-from fzero.local_sgd._parts import parts_of, select
+from fzero.local_sgd._parts import divide_into_parts, select
 from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas
 from fzero.local_sgd._sync_schedule import SyncSchedule
 
@@ -18,7 +18,7 @@ def save_replicas(
     path: StrPath, outer_step: OuterStep, schedule: SyncSchedule, params: Replicas, state: LocalState
 ) -> None:
     """Save each replica in a folder of its own, and then their shared state: only then is the save complete."""
-    groups, parts = outer_step.groups, parts_of(state.anchor, schedule.parts)
+    groups, parts = outer_step.groups, divide_into_parts(state.anchor, schedule.parts)
     for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
         own = {"count": state.count, "params": p, "opt_state": s}
         save(_replica_folder(path, f"replica-{replica}"), own, groups.inner_mesh)
@@ -53,7 +53,7 @@ def load_replicas(
             "another number of replicas, or another `every`, can only go on right after an average, where all "
             "replicas hold the anchor"
         )
-    parts, waiting = parts_of(state.anchor, schedule.parts), schedule.parts_in_flight(count)
+    parts, waiting = divide_into_parts(state.anchor, schedule.parts), schedule.parts_in_flight(count)
     sums = [select(state.anchor, part) if i in waiting else None for i, part in enumerate(parts)]
     like = {"anchor": state.anchor, "outer": state.outer_states, "sent": tree.map(torch.empty_like, sums)}
     shared = load(folder, like, groups.mesh, partial=True)

@@ -14,7 +14,7 @@ from fzero.collectives import wait_tensor
 from fzero.graph import Jitted
 from fzero.local_sgd._checkpoint import load_replicas, save_replicas
 from fzero.local_sgd._outer_step import OuterStep
-from fzero.local_sgd._parts import parts_of, select
+from fzero.local_sgd._parts import divide_into_parts, select
 from fzero.local_sgd._replicas import LocalState, ReplicaGroups, Replicas, own_memory
 from fzero.local_sgd._sync_schedule import SyncSchedule
 from fzero.optim import OptimizerLike, as_optimizer, sgd
@@ -73,7 +73,7 @@ class LocalSteps:
         _check_on_device("opt_state", first_state)
         anchor = self.outer_step.anchor(first, first_state)
         check_equal("params", anchor, self.mesh)
-        parts = parts_of(anchor, self.schedule.parts)
+        parts = divide_into_parts(anchor, self.schedule.parts)
         outer = tuple([self.outer_step.init(select(anchor, part)) for part in parts])
         copies = [own_memory((first, first_state)) for _ in self.groups.replica_indices[1:]]
         trees = [(first, first_state), *copies]
@@ -174,7 +174,7 @@ class LocalSteps:
         """Start to average the parts `to_send`, and write the means of the parts `to_apply` into the replicas."""
         if not to_send and not to_apply:
             return state
-        parts = parts_of(state.anchor, self.schedule.parts)
+        parts = divide_into_parts(state.anchor, self.schedule.parts)
         states, anchor = state.inner.trees, state.anchor
         outer_states, sums = [*state.outer_states], [*state.pending_sums]
         with publish_step("the outer step of local_steps", is_own=False):

@@ -5,10 +5,10 @@ from typing import Any
 from fzero import tree
 from fzero.sharding import Shard, Slot, is_box
 
-__all__ = ["merge", "parts_of", "select"]
+__all__ = ["divide_into_parts", "merge", "select"]
 
 
-def parts_of(anchor: Any, count: int) -> list[frozenset[int]]:
+def divide_into_parts(anchor: Any, count: int) -> list[frozenset[int]]:
     """Divide a tree's entries into neighbouring parts of about equal size; return the entries' positions."""
     entries = tree.flatten(anchor, is_box)[0]
     units: dict[Any, list[int]] = {}

@@ -14,7 +14,7 @@ from fzero.nn._apply import Apply
 from fzero.nn._context import check_context
 from fzero.nn._copy import check_functions, copy_module
 from fzero.nn._lazy_logits import check_head, install_lazy_logits
-from fzero.nn._matmul_precision import MatmulPrecisionLike, install_matmuls, matmul_precision_of
+from fzero.nn._matmul_precision import MatmulPrecisionLike, install_matmuls, read_matmul_precision
 from fzero.nn._module_checks import check_module
 from fzero.nn._remat_blocks import remat_blocks
 from fzero.parallel.context import install as install_context
@@ -23,7 +23,7 @@ from fzero.parallel.experts import use_differentiable
 from fzero.parallel.tensor import Layers, install
 from fzero.zero import stand_ins
 
-__all__ = ["Functional", "functional", "mutable_buffers", "scratch_buffers", "tensors_of"]
+__all__ = ["Functional", "functional", "list_tensors", "mutable_buffers", "scratch_buffers"]
 
 
 _FOREIGN_NAMES = {  # names of torch.nn's modules
@@ -142,12 +142,12 @@ def functional(
         )
     context_axis = None if context is None else check_context(module, context)
     head = check_head(module) if chunked_loss else None
-    params, frozen, buffers = tensors_of(module)
+    params, frozen, buffers = list_tensors(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
     buffers_and_frozen, mutable, scratch = {**buffers, **frozen}, mutable_buffers(module), scratch_buffers(module)
     copied = copy_module(module, stand_ins(module))
     use_differentiable(copied)
-    policy = matmul_precision_of(matmul_precision)
+    policy = read_matmul_precision(matmul_precision)
     linears = {} if policy is None else policy.linears(copied)
     if tp is not None:
         params, buffers_and_frozen = tp.unpack(params), tp.unpack(buffers_and_frozen)
@@ -174,7 +174,7 @@ def functional(
     return Functional(apply, params, buffers_and_frozen)
 
 
-def tensors_of(module: torch.nn.Module, is_copied: bool = True) -> tuple[NamedTensors, NamedTensors, NamedTensors]:
+def list_tensors(module: torch.nn.Module, is_copied: bool = True) -> tuple[NamedTensors, NamedTensors, NamedTensors]:
     """Check a module, and return its trainable parameters, its frozen parameters and its buffers, by name."""
     check_module(module, is_copied)
     check_functions(module)

@@ -8,7 +8,7 @@ from fzero._torch.modules import attributes, refresh_flat_weights
 from fzero._torch.types import NamedTensors
 from fzero.nn._apply import Apply
 from fzero.nn._copy import copy_module
-from fzero.nn._functional import Functional, mutable_buffers, scratch_buffers, tensors_of
+from fzero.nn._functional import Functional, list_tensors, mutable_buffers, scratch_buffers
 from fzero.nn._module_writes import tensors_in
 from fzero.nn._remat_blocks import remat_blocks, repeated_blocks, undo_remat_blocks
 from fzero.parallel.experts import use_differentiable
@@ -26,7 +26,7 @@ def functional_in_place(module: torch.nn.Module, device: torch.device) -> Functi
         module: the module.
         device: where other tensors of the module go, such as the state of metrics.
     """
-    params, frozen, buffers = tensors_of(module, is_copied=False)
+    params, frozen, buffers = list_tensors(module, is_copied=False)
     mutable, scratch = mutable_buffers(module), scratch_buffers(module)
     places, memo = _tensor_places(module), stand_ins(module)
     for m, name, _ in places:

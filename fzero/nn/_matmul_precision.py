@@ -12,7 +12,7 @@ from fzero._tracebacks import api_boundary_of_class
 from fzero.nn._float8 import SCALINGS, SIZE_MULTIPLE, float8_linear
 from fzero.nn._remat_blocks import repeated_blocks
 
-__all__ = ["MatmulPrecision", "MatmulPrecisionLike", "install_matmuls", "matmul_precision_of"]
+__all__ = ["MatmulPrecision", "MatmulPrecisionLike", "install_matmuls", "read_matmul_precision"]
 
 _Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 _ROUTERS = ("gate", "router")  # their few products decide which expert a token gets
@@ -102,7 +102,7 @@ class MatmulPrecision:
 MatmulPrecisionLike = MatmulPrecision | Literal["float8"] | None
 
 
-def matmul_precision_of(precision: Any) -> MatmulPrecision | None:
+def read_matmul_precision(precision: Any) -> MatmulPrecision | None:
     """Return the policy that the argument `matmul_precision` of `functional` names; None for exact products.
 
     Raises:

@@ -168,7 +168,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
         mesh = inner.mesh
         if is_tracing() or (mesh is not None and not (mesh.simulated or mesh.distributed)):
             raise RuntimeError("fzero.observe.nonfinite runs a step with real values: call it outside of jit and plan")
-        graph = _value_graph_of(inner, args, kwargs)
+        graph = _record_value_graph(inner, args, kwargs)
         graphs = _gather_graphs(graph, mesh)
         results = tuple(dict.fromkeys([r.path for g in graphs for r in g.results]))
         explanation = explain(graphs)
@@ -184,7 +184,7 @@ def nonfinite(step: Callable[..., Any]) -> Callable[..., Nonfinite]:
     return find
 
 
-def _value_graph_of(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
+def _record_value_graph(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
     """Run a step under a tracker, and return the graph of its non-finite values."""
     mesh = step.mesh
     if mesh is not None and mesh.simulated and mesh.simulation != "lockstep":

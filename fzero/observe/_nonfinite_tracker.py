@@ -118,7 +118,7 @@ class NonFiniteTracker:
         """Record a result if it is not finite."""
         kind = nonfinite_kind(x)
         if kind:
-            parents = self._edges_of(x, kind, WatchedOperation("", [x], [], []))
+            parents = self._find_edges(x, kind, WatchedOperation("", [x], [], []))
             self.graph.results.append(NonFiniteResult(path, kind.nan, parents))
 
     # Operations.
@@ -198,9 +198,9 @@ class NonFiniteTracker:
 
     def _edges(self, xs: Sequence[torch.Tensor], operation: WatchedOperation) -> list[Edge]:
         kinds = [(x, nonfinite_kind(x)) for x in xs]
-        return [e for x, kind in kinds if kind for e in self._edges_of(x, kind, operation)]
+        return [e for x, kind in kinds if kind for e in self._find_edges(x, kind, operation)]
 
-    def _edges_of(self, x: torch.Tensor, kind: _Kind, operation: WatchedOperation) -> list[Edge]:
+    def _find_edges(self, x: torch.Tensor, kind: _Kind, operation: WatchedOperation) -> list[Edge]:
         """Return edges to the values that a non-finite tensor holds. Record a captured tensor as a new value."""
         memory = memory_of(x)
         regions = [

@@ -111,17 +111,17 @@ def explain(graphs: Sequence[ValueGraph]) -> _Explanation:
     results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
     nans = _walk_back(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
     for node in _in_time(graphs, nans):
-        sources = _walk_back(graphs, [parent for parent, _ in _parents_of(graphs, node)], nan=False)
-        first = [n for n in _in_time(graphs, sources) if not _cause_of(graphs, n).is_intended]
+        sources = _walk_back(graphs, [parent for parent, _ in _find_parents(graphs, node)], nan=False)
+        first = [n for n in _in_time(graphs, sources) if not _find_cause(graphs, n).is_intended]
         if first:
             return _Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
         return _Explanation(_with_all_ranks(graphs, node, nans), None)
     infinities = _walk_back(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
-    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _cause_of(graphs, n).is_intended)
+    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _find_cause(graphs, n).is_intended)
     return _Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
 
-def _parents_of(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node, bool]]:
+def _find_parents(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node, bool]]:
     """Yield the parents of a value: on its own process, or those that all ranks sent into a collective."""
     process, number = node
     value = graphs[process].values[number]
@@ -143,26 +143,26 @@ def _walk_back(graphs: Sequence[ValueGraph], start: Iterable[_Node], nan: bool) 
         if node in visited:
             continue
         visited.add(node)
-        sources = [source for source, is_nan in _parents_of(graphs, node) if is_nan or not nan]
+        sources = [source for source, is_nan in _find_parents(graphs, node) if is_nan or not nan]
         stack += sources
         if not sources and graphs[node[0]].values[node[1]].cause is not None:
             ends.add(node)
     return ends
 
 
-def _cause_of(graphs: Sequence[ValueGraph], node: _Node) -> ValueCause:
+def _find_cause(graphs: Sequence[ValueGraph], node: _Node) -> ValueCause:
     cause = graphs[node[0]].values[node[1]].cause
     assert cause is not None
     return cause
 
 
 def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[_Node]) -> list[_Node]:
-    return sorted(nodes, key=lambda n: _cause_of(graphs, n).order)
+    return sorted(nodes, key=lambda n: _find_cause(graphs, n).order)
 
 
 def _with_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueCause:
     """Return the cause of a value, with all ranks that made a value at the same source."""
-    cause, causes = _cause_of(graphs, node), [_cause_of(graphs, n) for n in nodes]
+    cause, causes = _find_cause(graphs, node), [_find_cause(graphs, n) for n in nodes]
 
     def source(o: ValueCause) -> Any:
         return o.leaf, o.operation, o.line, o.backward

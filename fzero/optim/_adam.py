@@ -11,7 +11,7 @@ from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, chec
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import torch_hints
-from fzero.optim.moments import Moments, MomentsLike, check_moment, init_moment, map_moments, moments_of
+from fzero.optim.moments import Moments, MomentsLike, check_moment, init_moment, map_moments, read_moments
 from fzero.sharding import per_leaf
 from fzero.tree import Tree
 
@@ -85,7 +85,7 @@ def adamw(
     check_mask(mask)
     check_fraction(b1=b1, b2=b2)
     check_nonnegative(eps=eps, weight_decay=weight_decay)
-    policy = moments_of(moments)
+    policy = read_moments(moments)
 
     def init(params: Params) -> AdamState:
         check_mask_fits(mask, params)
@@ -150,7 +150,7 @@ def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, mome
     """
     check_fraction(b1=b1, b2=b2)
     check_nonnegative(eps=eps)
-    policy = moments_of(moments)
+    policy = read_moments(moments)
 
     def update(grads: Updates, state: AdamState, params: Params | None = None) -> tuple[Updates, AdamState]:
         """Return Adam's directions, without a learning rate, and the state after one step."""

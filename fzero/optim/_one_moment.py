@@ -11,7 +11,7 @@ from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, 
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import check_gradients_like, torch_hints
-from fzero.optim.moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
+from fzero.optim.moments import MomentsLike, check_moment, init_moment, map_moments, read_moments
 from fzero.tree import Tree
 
 __all__ = ["AdagradState", "LionState", "SgdState", "adagrad", "lion", "scale_by_lion", "sgd"]
@@ -182,7 +182,7 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, moments: MomentsLike = No
         {'w': tensor(-1.)}
     """
     check_fraction(b1=b1, b2=b2)
-    policy = moments_of(moments)
+    policy = read_moments(moments)
 
     def init(params: Params) -> LionState:
         return LionState(init_moment(params, policy, signed=True))

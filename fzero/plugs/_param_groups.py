@@ -43,7 +43,7 @@ class ParamGroups:
         The moments are kept once; masks select what differs by group.
         """
         shared = self.hyperparams[0]
-        base, coupled = _base_of(self.kind, shared)
+        base, coupled = _make_base(self.kind, shared)
         decays = [
             self._of_group(i, optim.add_decayed_weights(group["weight_decay"]))
             for i, group in enumerate(self.hyperparams)
@@ -144,7 +144,7 @@ def _group_hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[_Group,
                 f"{source}: groups 0 and {i} have different {differing[0]} ({hyperparams[0].get(differing[0])!r} and "
                 f"{group[differing[0]]!r}): groups may differ in lr and weight_decay only"
             )
-    _base_of(type(opt).__name__, hyperparams[0])  # so that an option without a counterpart is refused now
+    _make_base(type(opt).__name__, hyperparams[0])  # so that an option without a counterpart is refused now
     return tuple(hyperparams)
 
 
@@ -166,7 +166,7 @@ _IGNORED = ("capturable", "decoupled_weight_decay", "foreach", "fused", "lr", "w
 _ADVICE = {"lr_decay": "use a learning rate scheduler in its place"}
 
 
-def _base_of(kind: str, group: _Group) -> _Base:
+def _make_base(kind: str, group: _Group) -> _Base:
     """Return fzero's optimizer for a group of a torch optimizer, by the names that both have.
 
     Raises:
@@ -192,7 +192,7 @@ def _has_counterpart(kind: str) -> bool:
     """Return whether a torch optimizer with its own defaults has a counterpart."""
     parameters = inspect.signature(getattr(torch.optim, kind)).parameters.values()
     try:
-        base, _ = _base_of(kind, {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty})
+        base, _ = _make_base(kind, {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty})
     except (TypeError, ValueError):
         return False
     return base.elementwise is not False  # groups are masks, and a leaf of another group is seen as zeros

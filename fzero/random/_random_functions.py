@@ -47,7 +47,7 @@ DRAWS: dict[Any, Callable[..., Any]] = {
 """torch's function -> the function that replaces it."""
 
 
-def _body_of(f: Any) -> Any:
+def _copy_body(f: Any) -> Any:
     """Copy a function of torch.nn.functional without its check whether a mode overrides the call.
 
     A mode that overrides a call is switched off inside it, and so would not see the draws of the body.
@@ -59,7 +59,7 @@ def _body_of(f: Any) -> Any:
 
 
 BODIES: dict[Any, Any] = {
-    f: _body_of(f)
+    f: _copy_body(f)
     for f in (
         F.dropout,
         F.dropout1d,

@@ -443,8 +443,8 @@ def tune(
     check_int("workers", workers)
     if on_result is not None:
         check_callable("on_result", on_result, "a function of a row")
-    bounds_of = None if max_rows is None else _bounds_of(make_step, machine, check_int("max_rows", max_rows))
-    budget = _budget_of(machine, memory, margin)
+    bounds_of = None if max_rows is None else _make_bounds(make_step, machine, check_int("max_rows", max_rows))
+    budget = _compute_budget(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
     rows, skipped, unplanned = plan_rows(
@@ -460,7 +460,7 @@ def tune(
     )
 
 
-def _bounds_of(make_step: Any, machine: Machine, max_rows: int) -> Callable[[Configuration], Bounds]:
+def _make_bounds(make_step: Any, machine: Machine, max_rows: int) -> Callable[[Configuration], Bounds]:
     """Return the function from a configuration to its bounds.
 
     Raises:
@@ -474,7 +474,7 @@ def _bounds_of(make_step: Any, machine: Machine, max_rows: int) -> Callable[[Con
     )
 
 
-def _budget_of(machine: Machine, memory: float | None, margin: float | None) -> float:
+def _compute_budget(machine: Machine, memory: float | None, margin: float | None) -> float:
     """Return the bytes that a plan may use.
 
     Raises:

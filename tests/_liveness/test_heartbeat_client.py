@@ -31,13 +31,15 @@ def test_a_broken_connection_is_explained_by_the_rank_that_is_gone(heartbeats):
     first, second = heartbeats
     second.wait_until_known()
     second.begin_step("train_step")
-    assert first.lost_rank_error_of(ValueError("gloo/transport")) is None  # of the user's own
+    assert first.find_lost_rank_error(ValueError("gloo/transport")) is None  # of the user's own
     second.stop()
-    lost = first.lost_rank_error_of(BROKEN)
+    lost = first.find_lost_rank_error(BROKEN)
     assert isinstance(lost, errors.LostRankError) and (lost.rank, lost.seen) == (1, "in step 1, train_step")
     assert lost.reason == "its script ended while others wait for it"
-    assert first.lost_rank_error_of(OSError("a file of a later save")) is lost  # what fails later fails for this reason
-    assert first.lost_rank_error_of(lost) is None
+    assert (
+        first.find_lost_rank_error(OSError("a file of a later save")) is lost
+    )  # what fails later fails for this reason
+    assert first.find_lost_rank_error(lost) is None
 
 
 def test_seconds_of_work_within_and_between_steps_leave_waits_out(heartbeats):
@@ -68,14 +70,14 @@ def test_a_restarted_rank_counts_the_steps_of_its_run(heartbeats, tmp_path, monk
     fzero.checkpoint.checkpoints(tmp_path).restore({"w": torch.zeros(3)})
     with publish_step("train_step"), publish_step("the outer step", is_own=False):
         second.stop()
-    lost = first.lost_rank_error_of(BROKEN)
+    lost = first.find_lost_rank_error(BROKEN)
     assert lost.seen in ("in step 121, the outer step", "in step 121, between steps")  # when its heartbeat looks
 
 
 def test_without_its_heartbeat_process_a_rank_explains_no_broken_connection(heartbeats):
     heartbeats[1]._process.kill()
     start = time.monotonic()
-    assert heartbeats[1].lost_rank_error_of(BROKEN) is None
+    assert heartbeats[1].find_lost_rank_error(BROKEN) is None
     assert time.monotonic() - start < 5  # it would wait for 11 s
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero._torch import Buffer, buffers_of, in_buffers, stand_ins_like, storage_id, view_of
+from fzero._torch import Buffer, find_buffers, in_buffers, stand_ins_like, storage_id, view_of
 from tests.helpers import examples
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (3,), (2, 3), (1, 4, 2)]), min_size=2, max_size=5)
@@ -23,7 +23,7 @@ def test_tensors_that_fill_a_buffer_are_found_in_any_order(shapes, random, dtype
     xs, alone = laid(shapes, dtype), torch.ones(2)
     order = list(range(len(xs)))
     random.shuffle(order)
-    (actual,) = buffers_of([alone, *[xs[i] for i in order]])
+    (actual,) = find_buffers([alone, *[xs[i] for i in order]])
     total = sum(x.numel() for x in xs)
     assert actual.numel == total and sorted(actual.members) == list(range(1, len(xs) + 1))
     for member, offset in zip(actual.members, actual.offsets, strict=True):
@@ -33,7 +33,7 @@ def test_tensors_that_fill_a_buffer_are_found_in_any_order(shapes, random, dtype
 
 def test_a_buffer_lists_the_offsets_of_its_tensors():
     a, b, c = laid([(2, 3), (), (4,)])
-    assert buffers_of([c, a, b]) == (Buffer((1, 2, 0), (0, 6, 7), 11),)
+    assert find_buffers([c, a, b]) == (Buffer((1, 2, 0), (0, 6, 7), 11),)
     assert not any(x._is_view() for x in (a, b, c))
 
 
@@ -56,7 +56,7 @@ def no_buffer() -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("what", no_buffer())
 def test_tensors_with_gaps_or_overlaps_are_no_buffer(what):
-    assert buffers_of(no_buffer()[what]) == ()
+    assert find_buffers(no_buffer()[what]) == ()
 
 
 @examples(25, 100)
@@ -64,7 +64,7 @@ def test_tensors_with_gaps_or_overlaps_are_no_buffer(what):
 def test_fake_tensors_share_storages_as_their_originals_do(shapes):
     xs = [*laid(shapes), torch.ones(3, 2).t(), *laid(shapes)]
     stand_ins = stand_ins_like(xs)
-    assert buffers_of(stand_ins) == buffers_of(xs)
+    assert find_buffers(stand_ins) == find_buffers(xs)
     assert [(x.shape, x.stride(), x.dtype) for x in stand_ins] == [(x.shape, x.stride(), x.dtype) for x in xs]
     ids = [storage_id(x) for x in stand_ins]
     assert [ids.index(i) for i in ids] == [[storage_id(x) for x in xs].index(storage_id(x)) for x in xs]
@@ -78,4 +78,4 @@ def test_the_whole_buffer_can_be_viewed_from_a_stand_in_of_one_of_its_tensors():
 
 def test_meta_tensors_lie_side_by_side_too():
     xs = in_buffers(laid([(2, 2), (3,)]), lambda x, shape, stride: torch.empty_strided(shape, stride, device="meta"))
-    assert len(buffers_of(xs)) == 1 and all(x.is_meta for x in xs)
+    assert len(find_buffers(xs)) == 1 and all(x.is_meta for x in xs)

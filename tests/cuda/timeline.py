@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero._report import new_figure
 from fzero._torch import flop_formulas, with_query_heads
 from fzero.graph import Hardware
-from fzero.graph.planning._collective_seconds import _latency_seconds, _route_of, _transfer_seconds
+from fzero.graph.planning._collective_seconds import _find_route, _latency_seconds, _transfer_seconds
 from tests.cuda import log
 from tests.cuda.log import Event
 from tests.cuda.streams import COMPUTE, WORK
@@ -72,7 +72,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _operation_seconds(f: Any, args: Any, kwargs: Any, out: Any, size: int, hardware: Hardware) -> float:
-    """Return the seconds as `fzero.graph.planning._cost.work_of` does; causal attention computes half of all pairs."""
+    """Return the seconds of `fzero.graph.planning._cost.estimate_work`; causal attention computes half of all pairs."""
     packet, flops = f.overloadpacket, 0.0
     if packet in flop_formulas():
         flops = flop_formulas()[packet](*with_query_heads(packet, args), **kwargs, out_val=out)
@@ -117,7 +117,7 @@ def timeline(events: Sequence[Event], hardware: Hardware, ranks: int) -> Timelin
 def _collective_seconds(e: Event, hardware: Hardware, ranks: int) -> float:
     kind = e.name.removesuffix(" in place")
     total = e.bytes * (1 if kind == "all_reduce" else ranks)
-    route = _route_of(("dp",), (("dp", ranks),), hardware.ranks_per_machine)
+    route = _find_route(("dp",), (("dp", ranks),), hardware.ranks_per_machine)
     return (
         hardware.latency_seconds
         + _latency_seconds(kind, route, hardware)

@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero import optim
-from fzero._call_hints import _example_of
+from fzero._call_hints import _find_example
 from fzero._tracebacks import api_boundary
 from tests.errors.helpers import OPT, PARAMS, TRAIN_STEP, TWO, X, init, run, step_of
 from tests.public_names import OF_FZERO, public_names
@@ -154,5 +154,5 @@ def test_an_error_within_a_function_gets_no_hint_of_a_call():
 
 def test_nearly_every_public_function_has_an_example_of_its_call():
     names = {name: value for name, value in public_names(OF_FZERO).items() if hasattr(value, "__wrapped__")}
-    lacking = [name for name, value in names.items() if f"{value.__name__}(" not in _example_of(value)]
+    lacking = [name for name, value in names.items() if f"{value.__name__}(" not in _find_example(value)]
     assert len(lacking) <= 8, lacking  # the others are passed to mesh.spmd

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.local_sgd import LocalSteps, Replicas, local_steps
-from fzero.local_sgd._parts import parts_of
+from fzero.local_sgd._parts import divide_into_parts
 from tests.helpers import ALL_STAGES, LEAST, cases, either, examples
 from tests.local_sgd import reference
 from tests.local_sgd.helpers import NAMES, batches_of, loss, start, train_step_of
@@ -67,7 +67,7 @@ def test_local_sgd_equals_replicas_in_plain_torch(shape, stage, schedule, mix, o
     step = local_steps(sharded, every=every, outer=make(), parts=parts, delay=delay, mix=mix)
     batches = batches_of(9, mesh.size)
     params, state, losses = run(step, opt, batches)
-    entries = parts_of(state.anchor, parts)
+    entries = divide_into_parts(state.anchor, parts)
     anchor, replicas, expected = reference.train(
         start(),
         loss,

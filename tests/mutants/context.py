@@ -14,7 +14,7 @@ KERNELS = ("tests/_torch/test_attention.py",)
 
 MUTANTS = [
     *File("parallel/context/_layout.py", LAYOUT).faults(
-        Fault("a rank's late part is one part too early", "positions_of", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
+        Fault("a rank's late part is one too early", "compute_positions", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
         Fault("a rank gets its neighbour's late part", "_rank_part", becomes("2 * A - 1 - B", "2 * A - 2 - B")),
         Fault(
             "the last token of a document learns the next document",

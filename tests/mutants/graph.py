@@ -109,7 +109,7 @@ MUTANTS = [
     *File("graph/planning/_storage_kinds.py", WORKSPACE).faults(
         Fault(
             "sums of gradients are listed as activations",
-            "_kind_of",
+            "_find_kind",
             bare("A or B in C or any(D in C for D in E)"),
             LOOP_PLANS,
         ),

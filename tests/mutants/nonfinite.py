@@ -16,11 +16,11 @@ MUTANTS = [
         Fault(
             "the last non-finite value is reported, not the first",
             "_in_time",
-            returns("sorted(nodes, key=lambda n: _cause_of(graphs, n).order, reverse=True)"),
+            returns("sorted(nodes, key=lambda n: _find_cause(graphs, n).order, reverse=True)"),
         ),
         Fault(
             "the rank that received a non-finite value is blamed",
-            "_parents_of",
+            "_find_parents",
             never("A.collective is not None"),
             ON_GLOO,
         ),

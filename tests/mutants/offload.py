@@ -257,11 +257,15 @@ MUTANTS = [
         Fault("iterations of a loop lie on one another", "_Clocks._note_iterations", becomes("A += B", "A += 0")),
     ),
     *File("graph/planning/_clocks.py", COST).faults(
-        Fault("values within a fused kernel are read", "_Kernels.work_of", becomes("A not in B._unstored and C", "C")),
-        Fault("a fused kernel reads an operand anew in each operation", "_Kernels.work_of", skipped("A.add(B)")),
+        Fault(
+            "values within a fused kernel are read",
+            "_Kernels.estimate_work",
+            becomes("A not in B._unstored and C", "C"),
+        ),
+        Fault("a fused kernel reads an operand anew in each operation", "_Kernels.estimate_work", skipped("A.add(B)")),
         Fault(
             "each operation of a fused kernel is launched",
-            "_Kernels.work_of",
+            "_Kernels.estimate_work",
             becomes("Work(0.0, A, 0.0)", "Work(0.0, moved / self._hardware.memory_bandwidth, work.launch_seconds)"),
         ),
     ),

@@ -48,7 +48,7 @@ MUTANTS = [
         Fault("the ranks of a pipeline draw different numbers", "call_without_axis", dropped("A != B")),
         Fault(
             "a batch that does not divide into micro-batches is accepted",
-            "micro_batch_of.part",
+            "take_micro_batch.part",
             never("remainder"),
             ERRORS,
         ),
@@ -162,7 +162,7 @@ MUTANTS = [
     *File("graph/loop/_insert_loops.py", PROCESSES).faults(
         Fault(
             "the sums of a pipeline's iteration are not in the order of their additions",
-            "_iteration_of",
+            "_find_iteration",
             becomes("A[1]", "A[0]"),
         ),
         Fault("a gather that this rank does not read is dropped from its graph", "_make_body", dropped("*A(B.C)")),

@@ -156,7 +156,7 @@ MUTANTS = [
         Fault(
             "a schedule of betas is not seen", "ParamGroups.rates", becomes("group[name] != value", "False"), LIGHTNING
         ),
-        Fault("Adam's weight decay is decoupled", "_base_of", becomes("not group.get(A, B)", "False")),
+        Fault("Adam's weight decay is decoupled", "_make_base", becomes("not group.get(A, B)", "False")),
     ),
     *File("transforms/_accumulate.py", AUTOGRAD).faults(
         Fault("autograd's loss keeps its graph", "_value_and_grad_by_autograd", becomes("loss.detach()", "loss")),

@@ -99,9 +99,9 @@ MUTANTS = [
         ),
     ),
     *File("_torch/memory.py", BUFFERS).faults(
-        Fault("leaves with a gap between them count as a buffer", "_buffer_of", never("A[B].storage_offset() != C")),
-        Fault("leaves that do not fill their storage count as a buffer", "_buffer_of", always("fills")),
-        Fault("transposed leaves count as a buffer", "_buffer_of", dropped("A[B].is_contiguous()")),
+        Fault("leaves with a gap between them count as a buffer", "_find_buffer", never("A[B].storage_offset() != C")),
+        Fault("leaves that do not fill their storage count as a buffer", "_find_buffer", always("fills")),
+        Fault("transposed leaves count as a buffer", "_find_buffer", dropped("A[B].is_contiguous()")),
     ),
     *File("_torch/compiler.py", COMPILE).faults(
         Fault("Inductor's cache is not used", "_stand_in_mode", dropped("shape_env=ShapeEnv()")),

@@ -187,12 +187,12 @@ MUTANTS = [
     *File("graph/run/_lengths.py", LENGTHS).faults(
         Fault(
             "code for all lengths is used at a length at which its sizes differ",
-            "Lengths.template_of",
+            "Lengths.choose_template",
             dropped("A.B(C, D)"),
         ),
         Fault(
             "code for all lengths is used at a length at which its branches do not hold",
-            "Lengths.template_of",
+            "Lengths.choose_template",
             bare("A and B(C)"),
         ),
         Fault(

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     *File("tuning/search/_configuration_planner.py", TUNE).faults(
         Fault("the schedule of few blocks is used for many", "_ExtrapolationModels.extrapolate", never("replans")),
-        Fault("the first rank is the fullest", "_fullest_of", returns("(0,)", at="2 of 2"), PARALLELISM),
+        Fault("the first rank is the fullest", "_find_fullest_ranks", returns("(0,)", at="2 of 2"), PARALLELISM),
         Fault("a step on a mesh of another size is planned", "_check_mesh", never("expected"), PARALLELISM),
     ),
     *File("tuning/search/_plan_workers.py", TUNE).faults(
@@ -93,12 +93,12 @@ MUTANTS = [
         ),
         Fault(
             "the last pipeline stages are extrapolated as if all were even",
-            "depths_of",
+            "choose_depths",
             becomes("n * A + B", "n * A"),
             PARALLELISM,
         ),
-        Fault("blocks of different kinds are extrapolated as one kind", "depths_of", always("alike"), PARALLELISM),
-        Fault("blocks that recompute by turns are extrapolated as alike", "depths_of", always("A != B"), MODELS),
+        Fault("blocks of different kinds are extrapolated as one kind", "choose_depths", always("alike"), PARALLELISM),
+        Fault("blocks that recompute by turns are extrapolated as alike", "choose_depths", always("A != B"), MODELS),
         Fault("the extrapolation is one block off", "extrapolate.at", becomes("depth - A", "depth - A + 1"), TUNE),
         Fault("an operation off its line is extrapolated", "extrapolate_line", becomes("keys - off", "keys")),
         Fault(
@@ -221,7 +221,7 @@ MUTANTS = [
             "the ranks of a machine share one network link", "_transfer_seconds", bare("min(B.link_bandwidth, C * A)")
         ),
         Fault("latency ignores the number of machines", "_latency_seconds", returns("0", at="2 of 3")),
-        Fault("the first axis changes fastest", "_route_of", bare("reversed(A)")),
+        Fault("the first axis changes fastest", "_find_route", bare("reversed(A)")),
         Fault("the latency of an all_reduce is counted once, not twice", "_latency_seconds", bare("2 * A")),
         Fault("the latency of a tree is the larger of tree and ring", "_latency_seconds", becomes("min", "max")),
         Fault(
@@ -244,7 +244,7 @@ MUTANTS = [
         Fault("the bias of a product is taken for its factor", "_PRODUCTS", constant(1, 0, at="1 of 2"), COST),
     ),
     *File("tuning/_tune.py", TUNE).faults(
-        Fault("margin= is ignored", "_budget_of", becomes("A if B is None else B", "0")),
+        Fault("margin= is ignored", "_compute_budget", becomes("A if B is None else B", "0")),
     ),
     *File("graph/_entry.py", TUNE).faults(
         Fault("a plan for a GPU assumes gloo's buffers", "_trace_call", never("A.hardware is not None")),

@@ -18,8 +18,8 @@ from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search_space import TuneOptions, make_search_space
 from fzero.tuning.models import PRESETS
 from fzero.tuning.models._steps import _weight_decay_mask
-from fzero.tuning.search._configuration_planner import ConfigurationPlanner, _fullest_of
-from fzero.tuning.search._extrapolation import depths_of
+from fzero.tuning.search._configuration_planner import ConfigurationPlanner, _find_fullest_ranks
+from fzero.tuning.search._extrapolation import choose_depths
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 from tests.tuning.spaces import WIDTH, apply_block, make_step
@@ -132,12 +132,12 @@ def test_the_fullest_rank_is_one_of_those_that_are_planned(name):
     """They are the first, the last, and of those between the one with most in flight."""
     for pp, chunks in ((2, 8), (4, 4), (5, 12), (8, 16)):
         config = Configuration(1, 1, chunks, ranks=1, pp=pp, schedule=name)
-        ranks = _fullest_of(config)
+        ranks = _find_fullest_ranks(config)
         made = fzero.parallel.schedules.schedule(name, pp, chunks, config.pipeline_stages)
         between = [made.in_flight(r) for r in range(1, pp - 1)]
         assert {0, pp - 1} <= {*ranks} and [*ranks] == sorted({*ranks})
         assert [made.in_flight(r) for r in ranks[1:-1]] == ([max(between)] if between else [])
-    assert _fullest_of(Configuration(1, 1, 1)) == (0,)
+    assert _find_fullest_ranks(Configuration(1, 1, 1)) == (0,)
 
 
 def test_the_row_of_a_pipeline_has_the_seconds_of_its_slowest_rank():
@@ -162,13 +162,13 @@ def test_no_rank_of_a_longer_pipeline_is_fuller(schedule):
 
 def test_models_of_few_blocks_keep_the_unevenness_of_pipeline_stages():
     def of(depth: int, **more: Any) -> Any:
-        return depths_of(Configuration(1, 1, 1, depth=depth, **more))
+        return choose_depths(Configuration(1, 1, 1, depth=depth, **more))
 
     assert of(32) == (4, 6, 8, 10) and of(33) == (3, 5, 7, 9) and of(14) == of(72, pp=8) == ()
     assert of(72, pp=4) == (16, 24, 32) and of(70, pp=4) == (14, 22, 30)
     assert of(72, pp=2, schedule="interleaved") == (16, 24, 32)
-    assert depths_of(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5, 6, 7, 8)
-    assert depths_of(Configuration(1, 1, 1, depth=33, pp=2), alike=True) == (5, 7, 9, 11)
+    assert choose_depths(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5, 6, 7, 8)
+    assert choose_depths(Configuration(1, 1, 1, depth=33, pp=2), alike=True) == (5, 7, 9, 11)
 
 
 def check_few_blocks(step: Any, config: Configuration) -> None:

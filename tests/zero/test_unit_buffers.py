@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
-from fzero._torch import buffers_of, storage_id
+from fzero._torch import find_buffers, storage_id
 from fzero.zero._unit_buffers import in_unit_buffers
 from tests.helpers import mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
@@ -35,7 +35,7 @@ def test_the_leaves_of_a_unit_lie_side_by_side_where_ranks_update_parts_of_it(st
     expected = tree.map(torch.clone, values)
     params, _ = step.init(values, OPT, donate=donate)
     assert memories(params) == ([0, 1, 2, 3, 4, 5] if stage == 0 else [0, 0, 2, 2, 4, 5])
-    assert len(buffers_of(tree.tensors(params))) == (0 if stage == 0 else 2)
+    assert len(find_buffers(tree.tensors(params))) == (0 if stage == 0 else 2)
     for x, y in zip(tree.tensors(params), tree.tensors(expected), strict=True):
         assert torch.equal(x, y) and x.is_contiguous()
 

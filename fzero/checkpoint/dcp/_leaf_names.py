@@ -10,14 +10,14 @@ from fzero._arguments import check_callable
 from fzero._torch import pytree
 from fzero.checkpoint.layout import LeafSource, TreeLayout, is_entry
 
-__all__ = ["KeyPath", "NameMap", "flatten_value", "keys_at", "keys_of", "names_of", "nest_values", "stored_names"]
+__all__ = ["KeyPath", "NameMap", "flatten_value", "keys_at", "list_keys", "name_leaves", "nest_values", "stored_names"]
 
 
 NameMap = Callable[[str], str]
 KeyPath = tuple[str | int, ...]
 
 
-def keys_of(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, KeyPath]:
+def list_keys(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, KeyPath]:
     """Return the keys that lead to each leaf of a tree, by its path. DCP rebuilds the tree from them."""
     try:
         pairs, _ = pytree.tree_flatten_with_path(values, is_entry)
@@ -40,7 +40,7 @@ def _key_of(key: Any) -> str | int:
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
 
 
-def names_of(layout: TreeLayout, name: NameMap | None) -> dict[str, str]:
+def name_leaves(layout: TreeLayout, name: NameMap | None) -> dict[str, str]:
     """Return the name of each leaf and value, by path.
 
     Raises:

@@ -19,7 +19,7 @@ from fzero.checkpoint._agree import agree, all_or_none, check_same_on_ranks
 from fzero.checkpoint._error import CheckpointError
 from fzero.checkpoint._read_memory import materialize
 from fzero.checkpoint._save import TIMEOUT
-from fzero.checkpoint.dcp._leaf_names import NameMap, keys_of, names_of
+from fzero.checkpoint.dcp._leaf_names import NameMap, list_keys, name_leaves
 from fzero.checkpoint.dcp._metadata_reader import METADATA, CheckedReader, read_metadata
 from fzero.checkpoint.dcp._planners import LoadPlanner, SavePlanner
 from fzero.checkpoint.layout import MANIFEST, is_entry, layout_text, local_tree
@@ -59,7 +59,7 @@ def save(path: StrPath, values: Tree, mesh: Mesh | None = None, *, name: NameMap
 
     def prepare() -> tuple[bytes, SavePlanner]:
         local = local_tree("the tree", values, mesh)
-        planner = SavePlanner(local, names_of(local.layout, name), keys_of(values, local.sources))
+        planner = SavePlanner(local, name_leaves(local.layout, name), list_keys(values, local.sources))
         existing = [file for file in (METADATA, MANIFEST) if os.path.exists(os.path.join(folder, file))]
         if existing:  # DCP would overwrite it file by file, so that a kill meanwhile would leave a mixture of both
             raise CheckpointError(
@@ -113,7 +113,7 @@ def load(
         metadata = read_metadata(folder)
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        names = names_of(local.layout, name)
+        names = name_leaves(local.layout, name)
         return result, LoadPlanner(folder, local, names, metadata, partial), names
 
     result, planner, names = all_or_none(f"loading {folder!r}", prepare, mesh)

@@ -240,9 +240,9 @@ class TreeLayout:
     @cached_property
     def starts(self) -> Callable[[int], list[int]]:
         """A function of a rank: the list of where each group begins in the data of its file, in bytes, and the end."""
-        return functools.cache(self._starts_of)
+        return functools.cache(self._compute_starts)
 
-    def _starts_of(self, rank: int) -> list[int]:
+    def _compute_starts(self, rank: int) -> list[int]:
         starts, at = [0] * (len(self.groups) + 1), 0
         for g in self.order:
             start, stop = self.owned_span(g, rank)

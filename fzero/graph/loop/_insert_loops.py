@@ -70,16 +70,16 @@ def insert_loops(graph: Graph) -> Graph:
     _drop_shapes_only(graph)
     for start in [n for n in graph.nodes if n.target is _ITERATION]:
         if _rank_schedule_at(start) is None:
-            _compare_runs(graph, _iteration_of(start))
-        _hoist_slices(graph, _iteration_of(start))
-        _replace_by_loop(graph, _iteration_of(start))
+            _compare_runs(graph, _find_iteration(start))
+        _hoist_slices(graph, _find_iteration(start))
+        _replace_by_loop(graph, _find_iteration(start))
     has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
     return _rename_nodes(graph) if has_pipeline else copy_graph(graph)
 
 
-def _iteration_of(start: Node) -> _TracedIteration:
+def _find_iteration(start: Node) -> _TracedIteration:
     befores = [n for n in start.users if n.target is _BEFORE]
-    after = {_before_of(n): n for n in start.graph.nodes if n.target is _AFTER}
+    after = {_find_before(n): n for n in start.graph.nodes if n.target is _AFTER}
     position = {n: i for i, n in enumerate(start.graph.nodes)}
     sums = sorted([(n, after[n]) for n in befores if n in after], key=lambda pair: position[pair[1]])
     rows = [n for n in start.users if n.target is _ROWS]
@@ -89,7 +89,7 @@ def _iteration_of(start: Node) -> _TracedIteration:
     return _TracedIteration(start=start, nodes=nodes[position[start] : stop + 1], slices=slices, sums=sums, rows=rows)
 
 
-def _before_of(after: Node) -> Node:
+def _find_before(after: Node) -> Node:
     """Return the `_sum_before` that belongs to a `_sum_after`, whose argument may be a view of it."""
     node: Any = after.args[1]
     while node.target is not _BEFORE:

@@ -54,7 +54,7 @@ class _Write(NamedTuple):
     part: torch.Tensor
 
 
-def _write_of(node: Node) -> _Write:
+def _find_write(node: Node) -> _Write:
     leaf, part = node.args
     assert isinstance(leaf, Node) and isinstance(part, Node)
     return _Write(leaf.meta["val"], part.meta["val"])
@@ -65,7 +65,7 @@ def _list_writes(gather: Node) -> list[Node]:
     if len(gather.users) != 1:
         return []
     views, users = views_and_users(next(iter(gather.users)))
-    good = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_write_of(u)) for u in users)
+    good = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_find_write(u)) for u in users)
     return users if good and stand_ins_of(gather)[0].dim() == 1 else []
 
 
@@ -82,7 +82,7 @@ def _have_same_bytes(write: _Write) -> bool:
 
 def _write_offset(node: Node) -> int:
     """Return the offset of the written part in the gathered unit, in elements."""
-    return int(_write_of(node).part.storage_offset())
+    return int(_find_write(node).part.storage_offset())
 
 
 def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Graph:

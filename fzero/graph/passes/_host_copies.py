@@ -80,7 +80,7 @@ def move_early(graph: Graph) -> Graph:
     moved: dict[Node, Node] = {}  # each factor, and its copy on the host
     for node in [n for n in graph.nodes if n.target is TO_HOST]:
         views, scaling = _through_views(node.all_input_nodes[0])
-        parts = _scaling_of(scaling)
+        parts = _match_scaling(scaling)
         if parts is None:
             continue
         x, factor, first = parts
@@ -106,7 +106,7 @@ def _through_views(node: Node) -> tuple[list[Node], Node]:
     return views, node
 
 
-def _scaling_of(node: Node) -> tuple[Node, Node, bool] | None:
+def _match_scaling(node: Node) -> tuple[Node, Node, bool] | None:
     """Match a scaling: return the value, the 0-d factor, and whether the value is the first operand; else None.
 
     A factor that is an input of the graph does not match.

@@ -26,7 +26,7 @@ from fzero.graph.ir import (
 from fzero.graph.loop._loop import Loop, loop_of
 from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.planning._collective_seconds import collective_seconds, message_seconds
-from fzero.graph.planning._cost import Work, work_of
+from fzero.graph.planning._cost import Work, estimate_work
 from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction, unstored_values
 from fzero.graph.planning._hardware import HARDWARE, Hardware
 
@@ -146,7 +146,7 @@ class _Clocks:
             self.host.compute(node, seconds)
             self.note("host", self.host.now - seconds, seconds, name_of(node), "host")
         else:
-            work = self._kernels.work_of(node)
+            work = self._kernels.estimate_work(node)
             self.note("compute", self.work, work.seconds, name_of(node), work.limit)
             self.work += work.seconds
 
@@ -218,9 +218,9 @@ class _Kernels:
         self._unstored = unstored_values(list(graph.nodes)) if hardware.fuses else set[Node]()
         self._operands_read: dict[Node, set[Node]] = {}  # the operands that the kernel of an unstored value has read
 
-    def work_of(self, node: Node) -> Work:
+    def estimate_work(self, node: Node) -> Work:
         """Estimate the seconds of an operation, by itself or within a kernel."""
-        work = work_of(node, self._hardware)
+        work = estimate_work(node, self._hardware)
         if not self._hardware.fuses or not (is_pointwise_kernel(node) or is_tensor_reduction(node)):
             return work
         operands = {_viewed_value(a): a for a in node.all_input_nodes}

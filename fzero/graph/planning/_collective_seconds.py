@@ -28,7 +28,7 @@ class _Route(NamedTuple):
 
 
 @functools.cache
-def _route_of(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per_machine: float) -> _Route:
+def _find_route(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], ranks_per_machine: float) -> _Route:
     """Return how the ranks along some axes of a mesh are distributed over machines.
 
     Args:
@@ -72,7 +72,7 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
         share = {"all_gather": ring, "reduce_scatter": ring, "all_reduce": 2}.get(kind, 1)
         speed = hardware.link_bandwidth if n <= hardware.ranks_per_machine else hardware.network_bandwidth
         return hardware.latency_seconds + total * share / speed
-    route = _route_of(names, hardware.axes, hardware.ranks_per_machine)
+    route = _find_route(names, hardware.axes, hardware.ranks_per_machine)
     if route.ranks == 1:
         return hardware.latency_seconds
     limit = min([speed for name, speed in hardware.axis_bandwidths if name in names], default=0.0)
@@ -85,7 +85,7 @@ def collective_seconds(node: Node, hardware: Hardware) -> float:
 
 def transfer_seconds(kind: str, total: float, axes: tuple[str, ...], hardware: Hardware) -> float:
     """Return the seconds that the bytes of a collective over some axes of the mesh take, without any latency."""
-    route = _route_of(axes, hardware.axes, hardware.ranks_per_machine)
+    route = _find_route(axes, hardware.axes, hardware.ranks_per_machine)
     limit = min([speed for name, speed in hardware.axis_bandwidths if name in axes], default=0.0)
     return 0.0 if route.ranks == 1 else _transfer_seconds(kind, total, route, hardware, limit)
 
@@ -93,7 +93,7 @@ def transfer_seconds(kind: str, total: float, axes: tuple[str, ...], hardware: H
 def message_seconds(size: int, axis: str, hardware: Hardware) -> float:
     """Estimate the seconds of a message of `size` bytes to the next rank along an axis, over the slowest link there."""
     is_known = axis in dict(hardware.axes)
-    crosses_machines = is_known and _route_of((axis,), hardware.axes, hardware.ranks_per_machine).machines > 1
+    crosses_machines = is_known and _find_route((axis,), hardware.axes, hardware.ranks_per_machine).machines > 1
     speed = dict(hardware.axis_bandwidths).get(axis) or (
         hardware.network_bandwidth if crosses_machines else hardware.link_bandwidth
     )

@@ -8,7 +8,7 @@ from torch.fx import Node
 from fzero.graph.ir import aten, flops, nbytes, stand_ins_of, stand_ins_of_args
 from fzero.graph.planning._hardware import Hardware
 
-__all__ = ["Work", "product_seconds", "work_of"]
+__all__ = ["Work", "estimate_work", "product_seconds"]
 
 
 class Work(NamedTuple):
@@ -37,7 +37,7 @@ class Work(NamedTuple):
         return "memory" if self.seconds == self.memory_seconds else "launches"
 
 
-def work_of(node: Node, hardware: Hardware) -> Work:
+def estimate_work(node: Node, hardware: Hardware) -> Work:
     """Estimate the seconds of one operation that is not a collective, and a kernel of its own."""
     moved = nbytes(*stand_ins_of(node), *stand_ins_of_args(node))
     return Work(_compute_seconds(node, hardware), moved / hardware.memory_bandwidth, hardware.launch_seconds)

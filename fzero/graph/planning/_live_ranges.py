@@ -101,7 +101,7 @@ def device_live_bytes(
     Args:
         order: the nodes of a graph, in an order in which they can run.
         memory: the graph's storages; computed if None.
-        scalars: the graph's scalars (`scalars_of`); computed if None.
+        scalars: the graph's scalars (`find_scalars`); computed if None.
     """
     ranges = _unlabeled_ranges(order, storages_in(order) if memory is None else memory, scalars)
     return live_bytes([r for r in ranges if r.space == "device"], len(order))

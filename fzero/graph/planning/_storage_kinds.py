@@ -19,7 +19,7 @@ def storage_kinds(graph: Graph) -> dict[Node, str]:
     sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
     sets = _NodeSets(_after_reductions(nodes), _feeding_work(nodes), sums)
     for n in reversed(nodes):
-        kinds[n] = _kind_of(n, sets, kinds)
+        kinds[n] = _find_kind(n, sets, kinds)
     return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
 
 
@@ -55,7 +55,7 @@ def _feeding_work(nodes: Sequence[Node]) -> set[Node]:
     return feeds_work
 
 
-def _kind_of(node: Node, sets: _NodeSets, kinds: dict[Node, str]) -> str:
+def _find_kind(node: Node, sets: _NodeSets, kinds: dict[Node, str]) -> str:
     """Return the kind of a node's value, "packed" for packed gradients; `kinds` has those of all later nodes."""
     users = list(node.users)
     if is_gather(node):

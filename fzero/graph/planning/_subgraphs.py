@@ -31,12 +31,12 @@ from fzero.graph.ir import (
 from fzero.graph.loop._loop import loop_of
 
 __all__ = [
+    "find_scalars",
     "is_alias",
     "parts_of_arguments",
     "read_by_kernels",
     "resolve_alias",
     "runs_alone",
-    "scalars_of",
     "split_into_subgraphs",
 ]
 
@@ -44,7 +44,7 @@ __all__ = [
 # Inductor computes a scalar within each kernel that reads it: `std::pow(0.9, t)` in double for every 16 elements. So
 # scalars run before the kernels (`split_into_subgraphs`), or their segment returns them: Inductor computes a result
 # only once.
-def scalars_of(nodes: Iterable[Node]) -> set[Node]:
+def find_scalars(nodes: Iterable[Node]) -> set[Node]:
     """Return a graph's scalars. A constant counts only if scalars alone use it: the compiler folds constants."""
     zero_dim = [n for n in nodes if n.op == "call_function" and _is_zero_dim(n) and not is_random(n)]
     constants: set[Node] = set()
@@ -90,7 +90,7 @@ def split_into_subgraphs(
         Subgraphs in order: one node that runs alone, scalars, or nodes that are compiled together.
     """
     nodes = list(nodes)
-    scalars = scalars_of(nodes) if scalars is None else scalars
+    scalars = find_scalars(nodes) if scalars is None else scalars
     host = on_host(nodes) if host is None else host
     builder = _SubgraphBuilder()
     boundaries = _Boundaries(host)

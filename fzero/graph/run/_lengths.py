@@ -84,7 +84,7 @@ class Lengths:
             self.first_codes.clear()
         return now
 
-    def template_of(self, code: Code, length: int) -> Template | None:
+    def choose_template(self, code: Code, length: int) -> Template | None:
         """Return a template of a segment at this length: a compiled template if one fits, else a new one, else None."""
         structure, numbers = segment_structure(code), segment_integers(code)
         compiled = self.templates.get(structure, [])
@@ -158,7 +158,7 @@ def for_all_lengths(
     if length is None:
         lengths.learn(codes, None)
         return {}
-    templates = {code.name: template for code in codes if (template := lengths.template_of(code, length))}
+    templates = {code.name: template for code in codes if (template := lengths.choose_template(code, length))}
     todo = {t.name: t for t in templates.values() if lengths.function_of(t) is None}
 
     def compile_one(code: Code) -> tuple[GraphFunction, Callable[[int], bool]] | Refusal:

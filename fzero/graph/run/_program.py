@@ -14,7 +14,7 @@ from fzero.graph.loop._loop_function import loop_function
 from fzero.graph.loop._pipeline_function import pipeline_function
 from fzero.graph.loop._split import RegionGraph, split
 from fzero.graph.planning._between_subgraphs import exports, needed_views, operands, sources, views_to, written_argument
-from fzero.graph.planning._subgraphs import parts_of_arguments, runs_alone, scalars_of, split_into_subgraphs
+from fzero.graph.planning._subgraphs import find_scalars, parts_of_arguments, runs_alone, split_into_subgraphs
 from fzero.graph.run._segment import Segment, make_segment
 
 __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]
@@ -126,7 +126,7 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     """
     items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
     subgraphs = split_into_subgraphs(graph.nodes)
-    parts, scalars = parts_of_arguments(graph) | items, scalars_of(graph.nodes)
+    parts, scalars = parts_of_arguments(graph) | items, find_scalars(graph.nodes)
     result_values = [None if x is None else written_argument(x) for x in graph_results(graph)]
     values = [x for x in result_values if x is not None]
     view_values = needed_views(subgraphs, values) | parts

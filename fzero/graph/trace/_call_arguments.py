@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero._torch import Buffer, buffers_of
+from fzero._torch import Buffer, find_buffers
 from fzero.axes import BatchSplit
 from fzero.sharding import PerRank, Shard, Slot, is_box, spaces
 
-__all__ = ["Arguments", "LeafName", "block_numbers", "flatten_arguments", "leaf_names_of"]
+__all__ = ["Arguments", "LeafName", "block_numbers", "flatten_arguments", "list_leaf_names"]
 
 # `(args, kwargs)` is flattened as a tree. The graph takes its distinct tensors: tied weights are one tensor in several
 # leaves. The trace contains the structure and every other leaf. Each leaf has a name, which errors and the plan
@@ -73,7 +73,7 @@ class Arguments:
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """The distinct tensors that lie side by side in memory, as `step.init` places the leaves of a unit."""
-        return buffers_of(self.tensors)
+        return find_buffers(self.tensors)
 
     @cached_property
     def per_rank_nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -93,7 +93,7 @@ class Arguments:
     @cached_property
     def leaf_names(self) -> list[LeafName]:
         """The name of each leaf."""
-        return leaf_names_of(tree.unflatten(self.structure, list(range(len(self.leaves)))))
+        return list_leaf_names(tree.unflatten(self.structure, list(range(len(self.leaves)))))
 
     @cached_property
     def tensor_names(self) -> list[LeafName]:
@@ -189,7 +189,7 @@ def _per_rank_nodes(structure: Any, indices: tuple[int, ...]) -> Iterator[tuple[
         yield from _per_rank_nodes(child, (*indices, i))
 
 
-def leaf_names_of(values: Any) -> list[LeafName]:
+def list_leaf_names(values: Any) -> list[LeafName]:
     """List the name of each leaf of a tree."""
     names = []
     for path, x in zip(*tree.flatten_with_paths(values, is_box)[:2], strict=True):

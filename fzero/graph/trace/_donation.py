@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero._torch import count_holders, storage_id
-from fzero.graph.trace._call_arguments import Arguments, leaf_names_of
+from fzero.graph.trace._call_arguments import Arguments, list_leaf_names
 
 __all__ = ["check_separate", "match_results"]
 
@@ -120,7 +120,7 @@ def match_results(
     for name, i in zip(arguments.leaf_names, arguments.tensor_indices, strict=True):
         if i is not None and i in free:
             by_path[name.path.split(".", 1)[1], name.space] = i
-    results = leaf_names_of(out)
+    results = list_leaf_names(out)
     single = not isinstance(out, tuple)
     matches: dict[int, int] = {}
     occupied: dict[int, int] = {}  # tensor -> id of the value that is written into it

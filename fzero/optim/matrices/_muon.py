@@ -14,7 +14,7 @@ from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, 
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import torch_hints
 from fzero.optim.matrices._matrix_shards import map_matrices
-from fzero.optim.moments import MomentsLike, check_moment, init_moment, map_moments, moments_of
+from fzero.optim.moments import MomentsLike, check_moment, init_moment, map_moments, read_moments
 from fzero.optim.wrappers import masked
 from fzero.sharding import abstract, is_box, per_leaf
 from fzero.tree import Tree
@@ -108,7 +108,7 @@ def muon(
     if mask is not None and fallback is None:
         raise ValueError("muon: mask= selects Muon's leaves, and no optimizer updates the rest: give fallback= too")
 
-    policy = moments_of(moments)
+    policy = read_moments(moments)
 
     def direction(matrix: torch.Tensor) -> torch.Tensor:
         return _orthogonalize(matrix, ns_coefficients, ns_steps, eps)

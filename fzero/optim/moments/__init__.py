@@ -10,7 +10,7 @@ from fzero.optim.moments._moments import (
     init_moment,
     kind_of,
     map_moments,
-    moments_of,
+    read_moments,
 )
 from fzero.optim.moments._rounding import round_at_random
 
@@ -24,6 +24,6 @@ __all__ = [
     "init_moment",
     "kind_of",
     "map_moments",
-    "moments_of",
+    "read_moments",
     "round_at_random",
 ]

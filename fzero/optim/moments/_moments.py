@@ -36,7 +36,7 @@ __all__ = [
     "init_moment",
     "kind_of",
     "map_moments",
-    "moments_of",
+    "read_moments",
 ]
 
 _MIN_NUMEL = 4096  # bitsandbytes' min_8bit_size
@@ -112,7 +112,7 @@ def elements_of(moment: Tree) -> Tree:
     return moment[0] if isinstance(moment, EightBit | SixteenBit) else moment
 
 
-def moments_of(moments: Any) -> Moments | None:
+def read_moments(moments: Any) -> Moments | None:
     """Return the policy that an optimizer's argument `moments` means.
 
     Raises:

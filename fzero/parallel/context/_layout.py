@@ -32,9 +32,9 @@ from fzero.tree import Tree
 __all__ = [
     "all_gather",
     "check_tokens_split",
+    "compute_positions",
     "from_rank_order",
     "positions",
-    "positions_of",
     "shift_labels",
     "split",
     "to_rank_order",
@@ -114,7 +114,7 @@ def _reorder_tokens(x: torch.Tensor, order: list[int], dim: int) -> torch.Tensor
     return torch.cat([parts[i] for i in order], dim)
 
 
-def positions_of(rank: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
+def compute_positions(rank: torch.Tensor, ranks: int, tokens: int) -> torch.Tensor:
     """Return the positions of a rank's tokens: int64 `[.., tokens]` for ranks `[..]`."""
     if ranks == 1:
         return torch.arange(tokens, device=rank.device).expand(*rank.shape, tokens)
@@ -155,7 +155,7 @@ def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | Non
         )
     own = bound_axis(axis) if bound else NO_AXIS
     check_tokens_split(axis, tokens)
-    return positions_of(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
+    return compute_positions(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
 
 
 @api_boundary

@@ -15,7 +15,7 @@ from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph
 from fzero.axes import Axis, Binding, index_on
 from fzero.collectives import DimOptions, apply, in_front, mapped_binding
-from fzero.parallel.context._layout import from_rank_order, positions_of
+from fzero.parallel.context._layout import compute_positions, from_rank_order
 from fzero.parallel.context._ring import attend, attend_grad
 from fzero.parallel.context._ring_pattern import AttentionOptions, Qkv, Ring
 from fzero.parallel.context._tiled_attention import RingResult
@@ -156,7 +156,7 @@ def _attend_by_definition(
 
     q, k, v, sinks, documents = qkv
     t, size, groups = q.shape[-2], ring.size, q.shape[-3] // k.shape[-3]
-    queries, keys = positions_of(ring.index, size, t), torch.arange(t * size, device=q.device)
+    queries, keys = compute_positions(ring.index, size, t), torch.arange(t * size, device=q.device)
     keep = options.keep(queries, keys)
     if documents is not None:
         keep = keep & (documents.unsqueeze(-1) == gathered(documents, -1).unsqueeze(-2)).unsqueeze(-3)

@@ -7,7 +7,7 @@ import torch
 
 from fzero.axes import Binding
 from fzero.collectives import PermutationOptions, apply, apply_stacked
-from fzero.parallel.context._layout import positions_of
+from fzero.parallel.context._layout import compute_positions
 
 __all__ = ["AttentionOptions", "Half", "HalfPair", "Mask", "Qkv", "Ring", "RingPattern"]
 
@@ -208,8 +208,8 @@ class RingPattern(NamedTuple):
         """Return the mask of a pair; None if it needs none. `key_documents` are those of all keys."""
         if not self.masked:
             return None
-        queries = self.take(positions_of(self.ring.index, self.ring.size, self.tokens), pair.queries, -1)
-        keys = self.take(positions_of(self.ring.source(step), self.ring.size, self.tokens), pair.keys, -1)
+        queries = self.take(compute_positions(self.ring.index, self.ring.size, self.tokens), pair.queries, -1)
+        keys = self.take(compute_positions(self.ring.source(step), self.ring.size, self.tokens), pair.keys, -1)
         if self.documents is None or key_documents is None:
             return Mask(pattern=self, queries=queries, keys=keys, query_documents=None, key_documents=None)
         query_documents = self.take(self.documents, pair.queries, -1)

@@ -15,7 +15,7 @@ from fzero.axes import Scope, call_in_micro_batch, call_in_scope, current_scope
 from fzero.graph import loop
 from fzero.transforms import gather, remat
 
-__all__ = ["BLOCK_KEYWORDS", "MicroBatchCall", "Model", "call_without_axis", "micro_batch_of"]
+__all__ = ["BLOCK_KEYWORDS", "MicroBatchCall", "Model", "call_without_axis", "take_micro_batch"]
 
 
 _Index = int | torch.Tensor
@@ -171,7 +171,7 @@ def _own_part(path: str, w: torch.Tensor) -> torch.Tensor:
     return w[0]
 
 
-def micro_batch_of(batch: Any, count: int, index: _Index, in_loop: bool = False) -> Any:
+def take_micro_batch(batch: Any, count: int, index: _Index, in_loop: bool = False) -> Any:
     """Return one micro-batch: one of equal parts of all leaves along dimension 0. Leaves of shape [] are in each part.
 
     Args:

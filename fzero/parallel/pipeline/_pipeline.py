@@ -11,7 +11,7 @@ from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import SplitRule, SplitRules, axis_names, bound_axis, join_rules, loss_axes, micro_batch
 from fzero.parallel.pipeline._block_placement import BlockPlacement, even_counts, place_blocks
 from fzero.parallel.pipeline._execution import run_on_ranks
-from fzero.parallel.pipeline._model import MicroBatchCall, Model, call_without_axis, micro_batch_of
+from fzero.parallel.pipeline._model import MicroBatchCall, Model, call_without_axis, take_micro_batch
 from fzero.parallel.pipeline._model_checks import (
     check_alike,
     check_arguments,
@@ -93,7 +93,7 @@ class Pipeline:
     @property
     def split(self) -> PipelineSplit:
         """The rule for `fzero.shard(..., split=)`: each rank along the axis holds its own blocks."""
-        return PipelineSplit(self.axis, self.blocks, self._placement_of, self.rule)
+        return PipelineSplit(self.axis, self.blocks, self._place_blocks, self.rule)
 
     def schedule(self, mesh: Mesh | int) -> PipelineSchedule:
         """Return the schedule on a mesh, or on a number of ranks. It has `print` and `plot`.
@@ -194,7 +194,7 @@ class Pipeline:
         def unstack_blocks(params: Mapping[str, Any]) -> Sequence[Any]:
             block_slots = find_block_list(params, self.blocks)
             if self._is_on(mesh):
-                return self._placement_of(mesh, len(block_slots)).unstack(block_slots)
+                return self._place_blocks(mesh, len(block_slots)).unstack(block_slots)
             if self._depth not in (None, len(block_slots)):
                 raise ValueError(
                     f"fzero.pipeline: loss.unstack was given mesh={mesh} and {len(block_slots)} blocks, but the model "
@@ -213,7 +213,7 @@ class Pipeline:
         """Return whether the mesh has the pipeline's axis."""
         return mesh is not None and self.axis in mesh.axis_names
 
-    def _placement_of(self, mesh: Mesh | int, block_slots: int) -> BlockPlacement:
+    def _place_blocks(self, mesh: Mesh | int, block_slots: int) -> BlockPlacement:
         """Return the placement of blocks for a number of slots per rank."""
         ranks = self.schedule(mesh).ranks
         depth = block_slots * ranks if self._depth is None else self._depth
@@ -290,7 +290,7 @@ class Pipeline:
         outer = micro_batch() * self.micro_batches
 
         def call_of(index: int | torch.Tensor, in_loop: bool = False) -> MicroBatchCall:
-            return MicroBatchCall(micro_batch_of(batch, self.micro_batches, index, in_loop), outer + index, key)
+            return MicroBatchCall(take_micro_batch(batch, self.micro_batches, index, in_loop), outer + index, key)
 
         if self.axis not in axis_names():
             return on_one_rank(model, block_slots, rest, [call_of(m) for m in range(self.micro_batches)])
@@ -301,7 +301,7 @@ class Pipeline:
                 f"add this axis, fzero.shard(..., axis={axes})"
             )
         check_shared(batch, axis := bound_axis(self.axis))
-        schedule, placement = self.schedule(axis.size), self._placement_of(axis.size, len(block_slots))
+        schedule, placement = self.schedule(axis.size), self._place_blocks(axis.size, len(block_slots))
         stages = PipelineStages(
             model=model, schedule=schedule, placement=placement, axis=axis, call_of=call_of, cache=self._cache
         )

@@ -14,7 +14,7 @@ from fzero._torch import group_of
 from fzero.axes import is_lockstep
 from fzero.collectives import StageMessages
 from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages
-from fzero.parallel.pipeline._value_specs import loss_cotangent, value_spec_of
+from fzero.parallel.pipeline._value_specs import loss_cotangent, probe_value_spec
 from fzero.parallel.schedules import Action, Value, output_of, programs
 
 __all__ = ["RankExecutor"]
@@ -48,7 +48,7 @@ class RankExecutor:
         """Run all instructions of the rank, and return the total and the weight."""
         tensors, stages = [x.detach() for x in tensors], self.stages
         _check_same_schedule(stages, tensors[0].device)
-        spec = value_spec_of(stages, self.params, tensors)
+        spec = probe_value_spec(stages, self.params, tensors)
         leaves, structure = tree.flatten(spec.x)
         messages = StageMessages(stages.schedule, stages.axis.binding, leaves, spec.device)
         for instruction in programs(stages.schedule)[stages.axis.rank]:

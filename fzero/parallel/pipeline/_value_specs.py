@@ -9,10 +9,10 @@ from fzero import tree
 from fzero._torch import fork_random_state
 from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages, ValueSpec
 
-__all__ = ["check_output", "loss_cotangent", "probe", "value_spec_of"]
+__all__ = ["check_output", "loss_cotangent", "probe", "probe_value_spec"]
 
 
-def value_spec_of(stages: PipelineStages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
+def probe_value_spec(stages: PipelineStages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Return the shapes and dtypes of values, for arguments of these shapes. The first call runs the parts once.
 
     All ranks run the same parts, so they meet in the parts' collectives, such as those of tensor parallelism.

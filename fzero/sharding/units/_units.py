@@ -101,10 +101,10 @@ def assign_units(
         if not isinstance(leaf, torch.Tensor) or tree.identity(leaf) in visited:
             continue
         visited.add(tree.identity(leaf))
-        split[position] = _split_of(path, leaf, rules)
+        split[position] = _resolve_split(path, leaf, rules)
         if not leaf.is_floating_point():
             continue
-        key = _key_of(path, leaf, split=split[position], axes=axes, rules=rules, rest=rest)
+        key = _make_unit_key(path, leaf, split=split[position], axes=axes, rules=rules, rest=rest)
         if key is not None:
             members.setdefault(key, []).append(position)
     if rules.units is None:
@@ -146,7 +146,7 @@ def _divide_large(
     ]
 
 
-def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, int]:
+def _resolve_split(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, int]:
     """Return the axes that split a leaf, with the dimension of each, counted from the front, and check both."""
     dims = (rules.split and rules.split(path, leaf)) or {}
     if not isinstance(dims, dict) or not all(is_int(dim) for dim in dims.values()):
@@ -170,7 +170,7 @@ def _split_of(path: str, leaf: torch.Tensor, rules: LayoutRules) -> dict[str, in
     return split
 
 
-def _key_of(
+def _make_unit_key(
     path: str, leaf: torch.Tensor, split: dict[str, int], axes: Sequence[Axis], rules: LayoutRules, rest: str | None
 ) -> _UnitKey | None:
     """Return what the leaves of one unit have in common, for one leaf; None if the leaf is in no unit."""

@@ -14,7 +14,7 @@ from fzero.tuning._configured_step import MakeStep, StepArgs, step_at, step_on
 from fzero.tuning._row import PlanSummary, TableRow, make_row, summarize
 from fzero.tuning._search_space import Configuration
 from fzero.tuning.machines import Machine
-from fzero.tuning.search._extrapolation import depths_of, extrapolate, extrapolate_line
+from fzero.tuning.search._extrapolation import choose_depths, extrapolate, extrapolate_line
 from fzero.tuning.search._row_cache import PlanCache
 
 __all__ = ["ConfigurationPlanner"]
@@ -54,7 +54,7 @@ class ConfigurationPlanner:
         return None if self.cache is None else self.cache.read(request)
 
     def _row(self, config: Configuration) -> TableRow:
-        depths = depths_of(config, getattr(self.make_step, "blocks_alike", False))
+        depths = choose_depths(config, getattr(self.make_step, "blocks_alike", False))
         models = _ExtrapolationModels(self, config)
         for three in zip(depths, depths[1:], depths[2:], strict=False):
             summaries = models.extrapolate(three)
@@ -63,7 +63,7 @@ class ConfigurationPlanner:
         return make_row(config, self._plan(config), in_full=True)
 
     def _in_full(self, row: TableRow) -> TableRow:
-        settings = {**dict.fromkeys(_fullest_of(row.config)), row.rank: row.settings}
+        settings = {**dict.fromkeys(_find_fullest_ranks(row.config)), row.rank: row.settings}
         return make_row(row.config, self._plan(row.config, settings), in_full=True)
 
     def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> _PlanSummaries:
@@ -78,7 +78,7 @@ class ConfigurationPlanner:
                 return step_args
             _check_mesh(step_args, config)
             hardware = self.machine.as_hardware()._replace(fuses=config.compiled)
-            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or _fullest_of(config)}
+            positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or _find_fullest_ranks(config)}
             return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
 
 
@@ -156,7 +156,7 @@ def _name_configuration(config: Configuration) -> Iterator[None]:
         raise
 
 
-def _fullest_of(config: Configuration) -> tuple[int, ...]:
+def _find_fullest_ranks(config: Configuration) -> tuple[int, ...]:
     """List the ranks along the pipeline that may hold most memory, or take longest.
 
     The first rank has the embedding and the most micro-batches in flight. The last rank has the head. Ranks between

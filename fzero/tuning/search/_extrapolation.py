@@ -8,7 +8,7 @@ from typing import Any
 from fzero.tuning._row import KindBytes, OperationKey, PlanSummary, ScheduleCost
 from fzero.tuning._search_space import EVERY_SECOND, Configuration
 
-__all__ = ["depths_of", "extrapolate", "extrapolate_line"]
+__all__ = ["choose_depths", "extrapolate", "extrapolate_line"]
 
 # The numbers of blocks that are planned. With fewer, not all prefetches would have begun; a stage of a pipeline gathers
 # all its blocks before the first. Where every second block may be of another kind, an odd depth needs odd numbers, and
@@ -18,7 +18,7 @@ _DEPTHS_IF_UNIFORM = (4, 5, 6, 7, 8)
 _DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
 
 
-def depths_of(config: Configuration, alike: bool = False) -> tuple[int, ...]:
+def choose_depths(config: Configuration, alike: bool = False) -> tuple[int, ...]:
     """Return numbers of blocks from which to extrapolate a configuration, in the order in which they are planned.
 
     Each three consecutive depths make one check of the line. The depths planned so far never sum to more blocks than

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.planning._collective_seconds import _route_of
+from fzero.graph.planning._collective_seconds import _find_route
 from fzero.graph.planning._hardware import Hardware
 
 # an operation link_seconds no time; within a machine of 8 a rank sends 100 bytes a second, and 10 to others
@@ -61,7 +61,7 @@ def test_the_route_of_a_collective_is_that_of_the_first_ranks_group(sizes, ranks
         if all(x == 0 or name in axes for x, (name, _) in zip(at, mesh, strict=True))
     ]
     machines = [0 if ranks_per_machine == math.inf else rank // ranks_per_machine for rank in group]
-    assert _route_of(tuple(axes), mesh, ranks_per_machine) == (len(group), machines.count(0), len(set(machines)))
+    assert _find_route(tuple(axes), mesh, ranks_per_machine) == (len(group), machines.count(0), len(set(machines)))
 
 
 BYTES = 4 * NUMBERS

@@ -17,7 +17,7 @@ from fzero.tuning.models._model_names import ModelShape, init, make_batch
 from fzero.tuning.models._presets import PRESETS, shape_of
 from fzero.tuning.models._steps import ModelStep
 from fzero.tuning.search import ConfigurationPlanner
-from fzero.tuning.search._extrapolation import depths_of
+from fzero.tuning.search._extrapolation import choose_depths
 from tests.helpers import cases, either
 from tests.tuning.helpers import TINY
 
@@ -275,7 +275,7 @@ def test_remat_every_2_recomputes_every_second_block():
     }
     assert rows["every-2"].flops == pytest.approx((rows[False].flops + rows[True].flops) / 2)
     assert rows[True].peak_bytes < rows["every-2"].peak_bytes < rows[False].peak_bytes
-    depths = depths_of(Configuration(2, 2, 2, "every-2", ranks=2, depth=18), alike=True)
+    depths = choose_depths(Configuration(2, 2, 2, "every-2", ranks=2, depth=18), alike=True)
     assert len(depths) >= 3 and all(depth % 2 == 0 for depth in depths)
     with pytest.raises(ValueError, match=r"remat='every-2' with pp=2: a pipeline treats all blocks alike: choose pp=1"):
         make_step(Configuration(2, 2, 2, "every-2", pp=2, depth=12))

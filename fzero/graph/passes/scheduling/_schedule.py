@@ -28,7 +28,7 @@ from fzero.graph.ir import COPY, TO_HOST, Storages, input_only_nodes, is_view, o
 from fzero.graph.passes.scheduling._listing import OrderRules, list_nodes, order_rules, readers_of_overwritten
 from fzero.graph.passes.scheduling._prefetches import fit_prefetches, next_gathers
 from fzero.graph.planning._live_ranges import device_live_bytes, record_peak
-from fzero.graph.planning._subgraphs import scalars_of
+from fzero.graph.planning._subgraphs import find_scalars
 
 __all__ = ["Orders", "schedule"]
 
@@ -97,7 +97,7 @@ class Orders:
     @cached_property
     def scalars(self) -> Set[Node]:
         """The graph's scalars, which fused kernels read."""
-        return scalars_of(self.graph.nodes)
+        return find_scalars(self.graph.nodes)
 
     @cached_property
     def rules(self) -> OrderRules:
