@@ -41,6 +41,7 @@ _WORDS = {
     "init_value": ("start", "value"),
     "peak_value": ("peak",),
     "level": ("stage",),
+    "mtbf": ("device_mtbf_seconds", "run_mtbf_seconds"),
     "links": ("axis_bandwidths",),
     "mixed_precision": ("precision",),
     "mode": ("backend", "stage", "simulate"),

@@ -146,7 +146,8 @@ def _reliability_of(args: argparse.Namespace) -> Reliability | None:
         raise ValueError(f"{options[0]} needs --mtbf, the time between failures of one device: --mtbf 45000h")
     if args.days is not None and not 0 < args.days < math.inf:
         raise ValueError(f"--days {args.days:g}: expected a number above 0")
-    return None if args.mtbf is None else Reliability(args.mtbf, **known_times)
+    seconds = {f"{name}_seconds": value for name, value in known_times.items()}
+    return None if args.mtbf is None else Reliability(args.mtbf, **seconds)
 
 
 def _goodput_line(args: argparse.Namespace, table: ConfigurationTable, what_fails: Reliability) -> str:

@@ -442,7 +442,7 @@ MUTANTS = [
         Fault("a schedule takes any number of stages", "_is_schedule", always("not A or B <= int(A) <= C")),
     ),
     *File("tuning/long_runs/_goodput.py", GOODPUT).faults(
-        Fault("Daly's formula forgets that steps stand still", "save_interval", becomes("A - save", "A")),
+        Fault("Daly's formula forgets that steps stand still", "save_interval", becomes("A - save_seconds", "A")),
     ),
     *File("tuning/long_runs/_simulated_run.py", GOODPUT).faults(
         Fault(

@@ -18,33 +18,36 @@ _DAY_SECONDS = 86400.0
 
 
 @api_boundary
-def save_interval(mtbf: float, save: float) -> float:
+def save_interval(run_mtbf_seconds: float, save_seconds: float) -> float:
     """Return the time from the end of a save to the next one that loses least, in seconds.
 
     Young's formula is `sqrt(2 save mtbf)`; this is Daly's of higher order.
 
     Args:
-        mtbf: the mean seconds between failures of the run.
-        save: how long steps stand still for a save, in seconds.
+        run_mtbf_seconds: the mean time between failures of the run, that of a device by the number of devices.
+        save_seconds: how long steps stand still for a save.
 
     Raises:
-        ValueError: if `mtbf` is no number above 0, or `save` no number of at least 0.
+        ValueError: if a time is no number, or is out of its range.
 
     Example:
         >>> from fzero import tuning
-        >>> round(tuning.save_interval(mtbf=10_000, save=5))
+        >>> round(tuning.save_interval(run_mtbf_seconds=10_000, save_seconds=5))
         313
 
     References:
         Daly: A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 37.
     """
-    are_numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (mtbf, save))
-    if not are_numbers or not (mtbf > 0 and save >= 0):
-        raise ValueError(f"mtbf={mtbf!r}, save={save!r}: expected seconds above 0, and seconds of at least 0")
-    if save >= 2 * mtbf:
-        return mtbf
-    ratio = save / (2 * mtbf)
-    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+    are_numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (run_mtbf_seconds, save_seconds))
+    if not are_numbers or not (run_mtbf_seconds > 0 and save_seconds >= 0):
+        raise ValueError(
+            f"run_mtbf_seconds={run_mtbf_seconds!r}, save_seconds={save_seconds!r}: expected a number above 0, "
+            "and one of at least 0"
+        )
+    if save_seconds >= 2 * run_mtbf_seconds:
+        return run_mtbf_seconds
+    ratio = save_seconds / (2 * run_mtbf_seconds)
+    return math.sqrt(2 * save_seconds * run_mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
 class _Quartiles(NamedTuple):
@@ -65,8 +68,8 @@ class Goodput(FigureReport):
         reliability: the assumptions.
         devices: the number of devices.
         days: the days of a simulated run.
-        every: seconds from one save to the next.
-        formula: the same by `save_interval`.
+        save_every_seconds: the time from one save to the next.
+        formula_seconds: the same by `save_interval`.
         share: the quartiles of the goodput, from 0 to 1.
         losses: the mean share of each kind of lost time.
         failures: the mean number of failures in a run.
@@ -76,8 +79,8 @@ class Goodput(FigureReport):
     reliability: Reliability
     devices: int
     days: float
-    every: float
-    formula: float
+    save_every_seconds: float
+    formula_seconds: float
     share: _Quartiles
     losses: Mapping[str, float]
     failures: float
@@ -93,10 +96,11 @@ class Goodput(FigureReport):
     def __str__(self) -> str:
         lost = ", ".join([f"{name} {x:.1%}" for name, x in self.losses.items() if x >= 0.0005])
         low, _, high = self.share
+        saves = f"a save every {_format_duration(self.save_every_seconds)}"
         return (
             f"goodput {self.mean:.1%} on average (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days "
-            f"on {self.devices:,} devices, with {self.failures:,.0f} failures and a save every "
-            f"{_format_duration(self.every)} (by Daly's formula {_format_duration(self.formula)}). "
+            f"on {self.devices:,} devices, with {self.failures:,.0f} failures and {saves} "
+            f"(by Daly's formula {_format_duration(self.formula_seconds)}). "
             f"Lost: {lost or 'nothing'}"
         )
 
@@ -107,7 +111,7 @@ class Goodput(FigureReport):
         low, median, high = zip(*self.by_interval.values(), strict=True)
         axes.fill_between(minutes, low, high, alpha=0.3, label="quartiles")
         axes.plot(minutes, median, marker="o", label="median")
-        axes.axvline(self.formula / 60, color="gray", linestyle="--", label="Daly's formula")
+        axes.axvline(self.formula_seconds / 60, color="gray", linestyle="--", label="Daly's formula")
         axes.set(xscale="log", xlabel="minutes between saves", ylabel="goodput")
         axes.legend()
         return figure
@@ -123,7 +127,7 @@ def _format_hours(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h"
 
 
-_MAX_FAILURES = 20_000  # of a run: with more, its mtbf is surely that of all devices
+_MAX_FAILURES = 20_000  # of a run: with more, the time between them is surely that of all devices
 _INTERVAL_FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # of Daly's time between saves: the times that are simulated
 
 
@@ -133,7 +137,7 @@ def goodput(
     devices: int,
     reliability: Reliability,
     *,
-    every: float | None = None,
+    save_every_seconds: float | None = None,
     days: float = 30.0,
     samples: int = 40,
     seed: int = 0,
@@ -148,7 +152,8 @@ def goodput(
         step_seconds: the seconds of a step, such as `table.best().row.seconds`.
         devices: the number of devices.
         reliability: the failures, and how long it takes to go on.
-        every: seconds of steps between saves, rounded to whole steps. By default the best of some times around Daly's.
+        save_every_seconds: the time of steps between saves, rounded to whole steps. By default the best of some times
+            around Daly's.
         days: the days of each run.
         samples: the number of simulated runs.
         seed: the seed of the failures. All times between saves meet the same ones.
@@ -158,26 +163,29 @@ def goodput(
 
     Raises:
         TypeError: if `reliability` is none.
-        ValueError: if a number is out of its range, or runs fail so often that `mtbf` must be that of all devices.
+        ValueError: if a number is out of its range, or runs fail so often that the time between failures must be that
+            of all devices.
 
     Example:
         >>> from fzero import tuning
-        >>> what_fails = tuning.Reliability(mtbf=45_000 * 3600, save=4, restart=600)
+        >>> what_fails = tuning.Reliability(45_000 * 3600, save_seconds=4, restart_seconds=600)
         >>> result = tuning.goodput(6.0, 16384, what_fails, days=10, samples=8)
         >>> 0.85 < result.share.median < 0.95
         True
     """
-    _check_run(step_seconds, devices, reliability, every, days, samples)
-    formula = min(save_interval(reliability.mtbf / devices, reliability.save), days * _DAY_SECONDS)
-    intervals = [every] if every is not None else [formula * x for x in _INTERVAL_FACTORS]
+    _check_run(step_seconds, devices, reliability, save_every_seconds, days, samples)
+    formula = min(
+        save_interval(reliability.device_mtbf_seconds / devices, reliability.save_seconds), days * _DAY_SECONDS
+    )
+    intervals = [save_every_seconds] if save_every_seconds is not None else [formula * x for x in _INTERVAL_FACTORS]
     rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
 
     def simulated(interval: float, sample: int) -> SimulatedRun:
         return SimulatedRun(
             reliability=reliability,
             devices=devices,
-            every=interval,
-            horizon=days * _DAY_SECONDS,
+            save_every_seconds=interval,
+            horizon_seconds=days * _DAY_SECONDS,
             rng=random.Random(f"{seed} {sample}"),
         ).simulate()
 
@@ -193,8 +201,8 @@ def goodput(
         reliability=reliability,
         devices=devices,
         days=days,
-        every=best,
-        formula=formula,
+        save_every_seconds=best,
+        formula_seconds=formula,
         share=shares[best],
         losses=losses,
         failures=failures,
@@ -203,22 +211,28 @@ def goodput(
 
 
 def _check_run(
-    step_seconds: float, devices: int, reliability: Reliability, every: float | None, days: float, samples: int
+    step_seconds: float,
+    devices: int,
+    reliability: Reliability,
+    save_every_seconds: float | None,
+    days: float,
+    samples: int,
 ) -> None:
     """Raise an error for a number that is out of its range, or failures that come too often to be a device's."""
     check_int("devices", devices)
     check_int("samples", samples, 2)
     if not isinstance(reliability, Reliability):
-        raise TypeError(
-            f"reliability={reliability!r}: expected a fzero.tuning.Reliability, such as Reliability(mtbf=1e8)"
-        )
-    for name, value in (("step_seconds", step_seconds), ("days", days), *([] if every is None else [("every", every)])):
+        raise TypeError(f"reliability={reliability!r}: expected a fzero.tuning.Reliability, such as Reliability(1e8)")
+    numbers = {"step_seconds": step_seconds, "days": days}
+    if save_every_seconds is not None:
+        numbers["save_every_seconds"] = save_every_seconds
+    for name, value in numbers.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: expected a number above 0")
-    failures = days * _DAY_SECONDS * devices / reliability.mtbf
+    mtbf = reliability.device_mtbf_seconds
+    failures = days * _DAY_SECONDS * devices / mtbf
     if failures > _MAX_FAILURES:
         raise ValueError(
-            f"mtbf={reliability.mtbf!r}: expected the seconds between failures of one device; with these, "
-            f"{devices} devices fail each {_format_duration(reliability.mtbf / devices)}, {failures:,.0f} times in "
-            f"{days:g} days"
+            f"device_mtbf_seconds={mtbf!r}: expected the seconds between failures of one device; with these, "
+            f"{devices} devices fail each {_format_duration(mtbf / devices)}, {failures:,.0f} times in {days:g} days"
         )

@@ -23,18 +23,18 @@ LOSSES = ("saves", "lost steps", "detection", "restart", "slow ranks", "fewer ra
 @api_boundary_of_class
 @dataclass(frozen=True)
 class Reliability:
-    """The failures of a run, and how long it takes to go on. All numbers are seconds, unless another unit is named.
+    """The failures of a run, and how long it takes to go on.
 
     Attributes:
-        mtbf: the mean time between failures of one device, its host, network and software included. A run on n devices
-            is interrupted each `mtbf / n` seconds.
-        save: how long steps stand still for a save.
-        commit: how much longer a save takes in the background. A failure before its end loses the save.
-        detection: the time until a failure is known.
-        restart: the time from there to the next step: new processes, compilation, loading.
-        repair: how long the run goes on without the devices that a failure takes away; 0 if spare ones take their
-            place. When they are back, the run restarts with them.
-        slow_mtbf: the mean time until one device becomes slow; infinity if none does.
+        device_mtbf_seconds: the mean time between failures of one device, its host, network and software included. A
+            run on n devices is interrupted each n-th part of it.
+        save_seconds: how long steps stand still for a save.
+        commit_seconds: how much longer a save takes in the background. A failure before its end loses the save.
+        detection_seconds: the time until a failure is known.
+        restart_seconds: the time from there to the next step: new processes, compilation, loading.
+        repair_seconds: how long the run goes on without the devices that a failure takes away; 0 if spare ones take
+            their place. When they are back, the run restarts with them.
+        slow_mtbf_seconds: the mean time until one device becomes slow; infinity if none does.
         slow_factor: how many times as long a step takes while a device is slow.
         slow_seconds: how long a device stays slow.
         devices_lost: the number of devices that are missing from a failure to the repair. They are those of its host,
@@ -45,28 +45,28 @@ class Reliability:
 
     Example:
         >>> from fzero import tuning
-        >>> tuning.Reliability(mtbf=45_000 * 3600, save=5).restart
+        >>> tuning.Reliability(device_mtbf_seconds=45_000 * 3600, save_seconds=5).restart_seconds
         300.0
     """
 
-    mtbf: float
-    save: float = 5.0
-    commit: float = 0.0
-    detection: float = 60.0
-    restart: float = 300.0
-    repair: float = 0.0
-    slow_mtbf: float = math.inf
+    device_mtbf_seconds: float
+    save_seconds: float = 5.0
+    commit_seconds: float = 0.0
+    detection_seconds: float = 60.0
+    restart_seconds: float = 300.0
+    repair_seconds: float = 0.0
+    slow_mtbf_seconds: float = math.inf
     slow_factor: float = 1.05
     slow_seconds: float = 3600.0
     devices_lost: int = 8
 
     def __post_init__(self) -> None:
         """Check that each field is a number of seconds that it can be."""
-        least = {"mtbf": 0.0, "slow_mtbf": 0.0, "slow_factor": 1.0}
+        least = {"device_mtbf_seconds": 0.0, "slow_mtbf_seconds": 0.0, "slow_factor": 1.0}
         for field_ in fields(self):
             if (name := field_.name) == "devices_lost":
                 continue
-            value, above = getattr(self, name), name in ("mtbf", "slow_mtbf")
+            value, above = getattr(self, name), name in ("device_mtbf_seconds", "slow_mtbf_seconds")
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
             if not is_number or value < least.get(name, 0.0) or (not value if above else value == math.inf):
                 raise ValueError(
@@ -86,21 +86,21 @@ class _Saves(NamedTuple):
         work: the work in the first one.
         count: how many there are.
         cycle: the seconds between their ends.
-        every: the work between them.
+        work_between: the work between them.
     """
 
     first: float
     work: float
     count: int
     cycle: float
-    every: float
+    work_between: float
 
     def work_at(self, time: float) -> float | None:
         """Return the work in the last save that ended by a time; None if none did."""
         if time < self.first:
             return None
         index = int((time - self.first) // self.cycle) if self.count > 1 else 0
-        return self.work + min(index, self.count - 1) * self.every
+        return self.work + min(index, self.count - 1) * self.work_between
 
 
 @dataclass
@@ -110,8 +110,8 @@ class SimulatedRun:
     Attributes:
         reliability: the failures that are drawn.
         devices: the number of devices.
-        every: seconds of work between saves.
-        horizon: the seconds of the run.
+        save_every_seconds: the work between saves, in seconds.
+        horizon_seconds: the length of the run.
         rng: draws the times of failures.
         seconds: the seconds of each use of time.
         failures: the number of failures.
@@ -131,8 +131,8 @@ class SimulatedRun:
 
     reliability: Reliability
     devices: int
-    every: float
-    horizon: float
+    save_every_seconds: float
+    horizon_seconds: float
     rng: random.Random
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((_USEFUL, *LOSSES), 0.0))
     failures: int = 0
@@ -152,26 +152,26 @@ class SimulatedRun:
     @property
     def share(self) -> float:
         """The goodput of the run, from 0 to 1."""
-        return self.seconds[_USEFUL] / self.horizon
+        return self.seconds[_USEFUL] / self.horizon_seconds
 
     def simulate(self) -> "SimulatedRun":
         """Simulate the run, and return it."""
-        self._schedule_after(self._draw_lifetime(self.reliability.mtbf), self._fail)
-        self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf), self._become_slow)
-        while self.events[0][0] < self.horizon:
+        self._schedule_after(self._draw_lifetime(self.reliability.device_mtbf_seconds), self._fail)
+        self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf_seconds), self._become_slow)
+        while self.events[0][0] < self.horizon_seconds:
             time, _, act = heapq.heappop(self.events)
             self._advance(time)
             act()
-        self._advance(self.horizon)
+        self._advance(self.horizon_seconds)
         return self
 
     def _schedule_after(self, delay: float, act: Callable[[], None]) -> None:
         self.event_count += 1
         heapq.heappush(self.events, (self.now + delay, self.event_count, act))
 
-    def _draw_lifetime(self, mtbf: float) -> float:
+    def _draw_lifetime(self, mtbf_seconds: float) -> float:
         """Draw the time until some device fails."""
-        return self.rng.expovariate(1.0) * mtbf / self.devices
+        return self.rng.expovariate(1.0) * mtbf_seconds / self.devices
 
     @property
     def _present_share(self) -> float:
@@ -197,17 +197,17 @@ class SimulatedRun:
             elif not self.since and (count := int(left // self._cycle)):
                 self._pass_cycles(count)
             else:
-                until = (self.every - self.since) / self._speed
+                until = (self.save_every_seconds - self.since) / self._speed
                 self._step(min(left, until))
                 if until <= left:
-                    self.saving, self.since = self.reliability.save, 0.0
+                    self.saving, self.since = self.reliability.save_seconds, 0.0
             if time - self.now < 1e-9 * time:  # a rounding error
                 self.now = time
 
     @property
     def _cycle(self) -> float:
         """The seconds from the end of a save to the end of the next one."""
-        return self.every / self._speed + self.reliability.save
+        return self.save_every_seconds / self._speed + self.reliability.save_seconds
 
     def _step(self, seconds: float) -> None:
         gained = seconds * self._speed
@@ -225,16 +225,17 @@ class SimulatedRun:
         self.saving -= seconds
         if self.saving <= 0:
             self.saving = None
-            self.saves.append(_Saves(first=self.now, work=self.work, count=1, cycle=0.0, every=0.0))
+            self.saves.append(_Saves(first=self.now, work=self.work, count=1, cycle=0.0, work_between=0.0))
 
     def _pass_cycles(self, count: int) -> None:
         """Pass as many cycles of steps and a save at once."""
         begin, work, cycle = self.now, self.work, self._cycle
-        self._step(count * self.every / self._speed)
+        self._step(count * self.save_every_seconds / self._speed)
         self.since, self.now = 0.0, begin + count * cycle
-        self.seconds["saves"] += count * self.reliability.save
+        self.seconds["saves"] += count * self.reliability.save_seconds
+        between = self.save_every_seconds
         self.saves.append(
-            _Saves(first=begin + cycle, work=work + self.every, count=count, cycle=cycle, every=self.every)
+            _Saves(first=begin + cycle, work=work + between, count=count, cycle=cycle, work_between=between)
         )
 
     def _if_still(self, act: Callable[[], None]) -> Callable[[], None]:
@@ -244,17 +245,17 @@ class SimulatedRun:
 
     def _fail(self) -> None:
         """Lose a device, and all work since the last complete save."""
-        self._schedule_after(self._draw_lifetime(self.reliability.mtbf), self._fail)
+        self._schedule_after(self._draw_lifetime(self.reliability.device_mtbf_seconds), self._fail)
         if self.rng.random() >= self._present_share:
             return  # the device is missing already
         self.failures += 1
-        complete = [saves.work_at(self.now - self.reliability.commit) for saves in self.saves]
+        complete = [saves.work_at(self.now - self.reliability.commit_seconds) for saves in self.saves]
         self._stop(max([work for work in complete if work is not None], default=self.committed))
-        if self.reliability.repair:
+        if self.reliability.repair_seconds:
             self.absent += 1
-            self._schedule_after(self.reliability.repair, self._rejoin)
+            self._schedule_after(self.reliability.repair_seconds, self._rejoin)
         self.down = "detection"
-        self._schedule_after(self.reliability.detection, self._if_still(self._restart))
+        self._schedule_after(self.reliability.detection_seconds, self._if_still(self._restart))
 
     def _stop(self, committed: float) -> None:
         """Stop all devices, and return to a state."""
@@ -267,7 +268,7 @@ class SimulatedRun:
 
     def _restart(self) -> None:
         self.down = "restart"
-        self._schedule_after(self.reliability.restart, self._if_still(self._resume))
+        self._schedule_after(self.reliability.restart_seconds, self._if_still(self._resume))
 
     def _resume(self) -> None:
         self.down = None
@@ -280,7 +281,7 @@ class SimulatedRun:
             self._restart()
 
     def _become_slow(self) -> None:
-        self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf), self._become_slow)
+        self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf_seconds), self._become_slow)
         self.slow += 1
         self._schedule_after(self.reliability.slow_seconds, self._recover)
 

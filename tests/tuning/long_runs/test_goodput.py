@@ -20,7 +20,7 @@ STEP = "tests.tuning.spaces:make_step"
 
 
 def test_without_failures_goodput_loses_only_the_time_of_saves():
-    result = tuning.goodput(1.0, 8, Reliability(math.inf, save=10), every=90, days=1, samples=2)
+    result = tuning.goodput(1.0, 8, Reliability(math.inf, save_seconds=10), save_every_seconds=90, days=1, samples=2)
     assert result.share.median == pytest.approx(0.9) and result.failures == 0
     assert result.losses["saves"] == pytest.approx(0.1) and sum(result.losses.values()) == pytest.approx(0.1)
 
@@ -31,17 +31,17 @@ def test_without_failures_goodput_loses_only_the_time_of_saves():
 def test_the_goodput_under_failures_follows_dalys_formula(save, restart, every):
     """The expected time of a run whose restarts may fail too, FGCS 22 (2006), equation 13."""
     mtbf = 10_000.0
-    what_fails = Reliability(mtbf * 1000, save=save, detection=0, restart=restart)
-    result = tuning.goodput(1.0, 1000, what_fails, every=every, days=1000, samples=8)
+    what_fails = Reliability(mtbf * 1000, save_seconds=save, detection_seconds=0, restart_seconds=restart)
+    result = tuning.goodput(1.0, 1000, what_fails, save_every_seconds=every, days=1000, samples=8)
     expected = every / (mtbf * math.exp(restart / mtbf) * math.expm1((every + save) / mtbf))
     assert result.share.median == pytest.approx(expected, rel=0.01)
     assert result.failures == pytest.approx(1000 * 86400 / mtbf, rel=0.02)
 
 
 def test_the_simulated_best_save_interval_is_near_the_formulas():
-    result = tuning.goodput(0.5, 1000, Reliability(1e8, save=20), days=300, samples=12)
-    assert result.formula == pytest.approx(tuning.save_interval(1e5, 20))
-    assert 0.5 * result.formula <= result.every <= 2 * result.formula
+    result = tuning.goodput(0.5, 1000, Reliability(1e8, save_seconds=20), days=300, samples=12)
+    assert result.formula_seconds == pytest.approx(tuning.save_interval(1e5, 20))
+    assert 0.5 * result.formula_seconds <= result.save_every_seconds <= 2 * result.formula_seconds
     shares = [x.median for x in result.by_interval.values()]
     assert max(shares) > shares[0] and max(shares) > shares[-1]  # it lies between too often and too seldom
 
@@ -57,9 +57,11 @@ def test_the_formulas_save_interval_loses_least(save):
 @pytest.mark.slow
 def test_a_failure_during_a_save_loses_that_save():
     """A failure before its end falls back to the save before, so each failure loses that much more."""
-    what_fails = Reliability(1e7, save=1, detection=0, restart=0)
+    what_fails = Reliability(1e7, save_seconds=1, detection_seconds=0, restart_seconds=0)
     soon, late = (
-        tuning.goodput(1.0, 1000, replace(what_fails, commit=x), every=500, days=500, samples=either(4, 8))
+        tuning.goodput(
+            1.0, 1000, replace(what_fails, commit_seconds=x), save_every_seconds=500, days=500, samples=either(4, 8)
+        )
         for x in (0.0, 300.0)
     )
     assert late.losses["lost steps"] - soon.losses["lost steps"] == pytest.approx(0.03, rel=0.1)
@@ -67,28 +69,31 @@ def test_a_failure_during_a_save_loses_that_save():
 
 def test_a_slow_device_slows_all_ranks():
     """One device is slow for an hour after a lifetime of ten, and steps then take half as long again."""
-    what_fails = Reliability(math.inf, save=0, slow_mtbf=10 * HOUR, slow_factor=1.5, slow_seconds=HOUR)
-    result = tuning.goodput(1.0, 1, what_fails, every=600, days=2000, samples=4)
+    what_fails = Reliability(math.inf, save_seconds=0, slow_mtbf_seconds=10 * HOUR, slow_factor=1.5, slow_seconds=HOUR)
+    result = tuning.goodput(1.0, 1, what_fails, save_every_seconds=600, days=2000, samples=4)
     slow = 1 - math.exp(-0.1)  # the share of time in which one or more are
     assert result.losses["slow ranks"] == pytest.approx(slow / 3, rel=0.05)
     assert result.share.median == pytest.approx(1 - slow / 3, rel=0.01)
 
 
 def test_a_run_goes_on_without_a_lost_host():
-    what_fails = Reliability(400 * HOUR, save=0, detection=0, restart=0, repair=4 * HOUR)
-    result = tuning.goodput(1.0, 16, what_fails, every=1, days=3000, samples=4)
+    what_fails = Reliability(
+        400 * HOUR, save_seconds=0, detection_seconds=0, restart_seconds=0, repair_seconds=4 * HOUR
+    )
+    result = tuning.goodput(1.0, 16, what_fails, save_every_seconds=1, days=3000, samples=4)
     absent = 16 / 400 * 4  # hosts that are missing on average, of two; never both at once
     assert result.losses["fewer ranks"] == pytest.approx(absent / 2, rel=0.08)
-    spare = tuning.goodput(1.0, 16, replace(what_fails, repair=0), every=1, days=3000, samples=4)
+    spare = tuning.goodput(1.0, 16, replace(what_fails, repair_seconds=0), save_every_seconds=1, days=3000, samples=4)
     assert spare.share.median > 0.999
 
 
 @pytest.mark.slow
 def test_a_repaired_host_loses_no_work():
     """Its return costs a restart, and no steps: each failure loses as many as with a spare host."""
-    what_fails = Reliability(160 * HOUR, save=10, restart=60, devices_lost=2)
+    what_fails = Reliability(160 * HOUR, save_seconds=10, restart_seconds=60, devices_lost=2)
     spare, repaired = (
-        tuning.goodput(1.0, 16, replace(what_fails, repair=x), every=3000, days=2000, samples=4) for x in (0.0, HOUR)
+        tuning.goodput(1.0, 16, replace(what_fails, repair_seconds=x), save_every_seconds=3000, days=2000, samples=4)
+        for x in (0.0, HOUR)
     )
     assert repaired.losses["lost steps"] == pytest.approx(spare.losses["lost steps"], rel=0.1)
     assert repaired.losses["restart"] == pytest.approx(2 * spare.losses["restart"], rel=0.1)
@@ -98,8 +103,15 @@ def test_a_repaired_host_loses_no_work():
 def test_a_run_stands_still_without_its_only_replica():
     """The devices that a failure takes away are all of them, or a few more than they are."""
     for devices in (8, 12):
-        what_fails = Reliability(devices * 24 * HOUR, save=0, detection=0, restart=0, repair=24 * HOUR, devices_lost=16)
-        result = tuning.goodput(1.0, devices, what_fails, every=1, days=3000, samples=4)
+        what_fails = Reliability(
+            devices * 24 * HOUR,
+            save_seconds=0,
+            detection_seconds=0,
+            restart_seconds=0,
+            repair_seconds=24 * HOUR,
+            devices_lost=16,
+        )
+        result = tuning.goodput(1.0, devices, what_fails, save_every_seconds=1, days=3000, samples=4)
         assert result.mean == pytest.approx(0.5, rel=0.05) and result.losses["fewer ranks"] == pytest.approx(
             0.5, rel=0.05
         )
@@ -107,8 +119,8 @@ def test_a_run_stands_still_without_its_only_replica():
 
 
 def test_two_slow_devices_cost_more_goodput_than_one():
-    what_fails = Reliability(math.inf, save=0, slow_mtbf=HOUR, slow_factor=2.0, slow_seconds=HOUR)
-    result = tuning.goodput(1.0, 1, what_fails, every=600, days=either(400, 1000), samples=4)
+    what_fails = Reliability(math.inf, save_seconds=0, slow_mtbf_seconds=HOUR, slow_factor=2.0, slow_seconds=HOUR)
+    result = tuning.goodput(1.0, 1, what_fails, save_every_seconds=600, days=either(400, 1000), samples=4)
     assert result.losses["slow ranks"] == pytest.approx((1 - math.exp(-1)) / 2, rel=0.03)
 
 
@@ -134,14 +146,14 @@ def test_every_second_of_a_simulated_run_is_counted_once(mtbf, save, commit, tim
 
 def test_the_simulated_goodput_of_llama_3_matches_its_paper():
     """466 interruptions in 54 days on 16,384 GPUs, and over 90% effective time, arXiv:2407.21783, section 3.3.4."""
-    what_fails = Reliability(54 * 86400 * 16384 / 466, save=4, commit=60, restart=300)
+    what_fails = Reliability(54 * 86400 * 16384 / 466, save_seconds=4, commit_seconds=60, restart_seconds=300)
     result = tuning.goodput(6.3, 16384, what_fails, days=54, samples=8)
     assert result.failures == pytest.approx(466, rel=0.05)
     assert 0.9 < result.share.lower < result.share.upper < 0.95
 
 
 def test_the_same_seed_draws_the_same_failures():
-    what_fails = Reliability(1e6, save=5)
+    what_fails = Reliability(1e6, save_seconds=5)
     first, again, other = (tuning.goodput(1.0, 100, what_fails, days=5, samples=4, seed=s) for s in (0, 0, 1))
     assert first == again and first != other
 
@@ -168,7 +180,7 @@ def test_a_plan_prints_the_goodput_of_its_best_row(capsys, tmp_path):
         ("--save-time 5s", "--save-time needs --mtbf, the time between failures of one device"),
         ("--days 3", "--days needs --mtbf"),
         ("--mtbf 10h --days 0", "--days 0: expected a number above 0"),
-        ("--mtbf 0", "mtbf=0.0: expected a number of seconds above 0"),
+        ("--mtbf 0", "device_mtbf_seconds=0.0: expected a number of seconds above 0"),
     ],
 )
 def test_wrong_options_are_refused_before_a_plan(options, message, capsys, monkeypatch):
@@ -193,14 +205,29 @@ def test_the_picture_of_goodput_has_the_formulas_line(tmp_path):
 
 
 BAD = {
-    "no time between failures": (lambda: Reliability(0), "mtbf=0: expected a number of seconds above 0"),
-    "a negative time": (lambda: Reliability(1.0, restart=-1), "restart=-1: expected a number of seconds of at least 0"),
+    "no time between failures": (lambda: Reliability(0), "device_mtbf_seconds=0: expected a number of seconds above 0"),
+    "a negative time": (
+        lambda: Reliability(1.0, restart_seconds=-1),
+        "restart_seconds=-1: expected a number of seconds of at least 0",
+    ),
     "a slow device that is faster": (lambda: Reliability(1.0, slow_factor=0.5), "slow_factor=0.5: .* at least 1"),
     "a time in words": (lambda: Reliability(1.0, slow_seconds="1h"), "slow_seconds='1h': expected a number of seconds"),
-    "an endless restart": (lambda: Reliability(1.0, restart=math.inf), "restart=inf: expected a number of seconds"),
-    "no time between failures in the formula": (lambda: tuning.save_interval(-5, 5), "mtbf=-5, save=5: expected"),
-    "a time between failures in words": (lambda: tuning.save_interval("1h", 5), "mtbf='1h', save=5: expected seconds"),
-    "a time of a save in words": (lambda: tuning.save_interval(100, "5"), "mtbf=100, save='5': expected seconds"),
+    "an endless restart": (
+        lambda: Reliability(1.0, restart_seconds=math.inf),
+        "restart_seconds=inf: expected a number of seconds",
+    ),
+    "no time between failures in the formula": (
+        lambda: tuning.save_interval(-5, 5),
+        "run_mtbf_seconds=-5, save_seconds=5: expected",
+    ),
+    "a time between failures in words": (
+        lambda: tuning.save_interval("1h", 5),
+        "run_mtbf_seconds='1h', save_seconds=5: expected",
+    ),
+    "a time of a save in words": (
+        lambda: tuning.save_interval(100, "5"),
+        "run_mtbf_seconds=100, save_seconds='5': expected",
+    ),
     "the mtbf of all devices": (
         lambda: tuning.goodput(18.2, 16384, Reliability(3 * HOUR)),
         "seconds between failures of one device; .* 16384 devices fail each 0.659 s",
