@@ -12,7 +12,7 @@ from fzero.tuning._configured_step import step_at, step_on
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import PARALLEL
-from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, notes, warnings_of
+from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, list_warnings, notes
 from fzero.tuning._tune import ConfigurationTable
 
 __all__ = ["Case", "page"]
@@ -56,7 +56,7 @@ def _case_fields(case: Case) -> dict[str, Any]:
         "headline": headline(table),
         "best": str(best) if best else "nothing fits",
         "recipe": recipe(best.config) if best else "",
-        "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *warnings_of(table)],
+        "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *list_warnings(table)],
         "budget": table.budget,
         "axes": axes_shown(table),
         "rows": [_page_row(r, table.budget) for r in [*table.fitting, *table.too_large]],

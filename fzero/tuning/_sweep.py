@@ -11,7 +11,7 @@ from fzero.tuning._page import Case
 from fzero.tuning._table_views import format_limits
 from fzero.tuning.models import PRESETS
 
-__all__ = ["case_arguments", "choices_of", "render_cases"]
+__all__ = ["case_arguments", "list_choices", "render_cases"]
 
 # The options that may have several values, and the names of their columns.
 _SIZES = {"world": "ranks", "batch": "batch", "length": "length", "machine": "machine"}
@@ -45,7 +45,7 @@ def _parse_models(text: str | None) -> tuple[str | None, ...]:
     return tuple(names)
 
 
-def choices_of(args: argparse.Namespace) -> dict[str, Any]:
+def list_choices(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of a case, by the names of their columns."""
     values = {column: getattr(args, option) for option, column in _SIZES.items()}
     return {"model": args.model, **{column: value for column, value in values.items() if value is not None}}

@@ -18,11 +18,11 @@ __all__ = [
     "format_limits",
     "format_remat",
     "headline",
+    "list_warnings",
     "notes",
     "render",
     "render_comparison",
     "text",
-    "warnings_of",
     "width_of",
 ]
 
@@ -233,7 +233,7 @@ def render_comparison(first: "ConfigurationTable", second: "ConfigurationTable",
     return grid
 
 
-def warnings_of(table: "ConfigurationTable") -> list[str]:
+def list_warnings(table: "ConfigurationTable") -> list[str]:
     """List the ways in which the numbers of a table are estimates."""
     is_gpu = table.machine.kind == "cuda"
     fusion = (

@@ -20,8 +20,8 @@ from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import min_stages_of
-from fzero.tuning._sweep import case_arguments, choices_of, render_cases
-from fzero.tuning._table_views import render_comparison, warnings_of, width_of
+from fzero.tuning._sweep import case_arguments, list_choices, render_cases
+from fzero.tuning._table_views import list_warnings, render_comparison, width_of
 from fzero.tuning._tune import ConfigurationTable, tune
 from fzero.tuning.long_runs import Reliability, goodput
 from fzero.tuning.machines import Machine, calibrate, machine_of, save
@@ -62,8 +62,8 @@ def _run_plan(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     _check_required(args)
-    what_fails = _reliability_of(args)
-    case, shape = _case_of(args)
+    what_fails = _read_reliability(args)
+    case, shape = _plan_case(args)
     table, name = case.table, shape.name if shape else args.model
     console = Console(width=None if sys.stdout.isatty() else width_of(table, 180), highlight=False)
     console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
@@ -73,7 +73,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     estimates = _estimate_lines(shape, args) if shape else []
     for line in estimates:
         console.print(f"other estimators: {line}", style="dim")
-    for line in warnings_of(table):
+    for line in list_warnings(table):
         console.print(f"note: {line}", style="yellow")
     if table.fitting and args.export:
         _print_exports(args, case, console)
@@ -98,14 +98,14 @@ def _check_required(args: argparse.Namespace) -> None:
         )
 
 
-def _case_of(args: argparse.Namespace) -> tuple[Case, ModelShape | None]:
+def _plan_case(args: argparse.Namespace) -> tuple[Case, ModelShape | None]:
     """Plan the table of some arguments. The sizes are those of a model by name, else None."""
-    make_step, shape = _make_step_of(args)
+    make_step, shape = _choose_make_step(args)
     depth = shape.depth if shape and args.depth is None else args.depth
     args.ep = _usual_ep(shape, args.world) if args.ep is None else args.ep
     _set_sizes(args, shape)
     table = _tune_with_progress(args, make_step, depth)
-    return Case(choices_of(args), table, make_step), shape
+    return Case(list_choices(args), table, make_step), shape
 
 
 def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) -> int:
@@ -118,13 +118,13 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
     for one in each:
         _check_required(one)
         machine_of(one.machine)  # an unknown one is an error before the first case is planned
-    _reliability_of(args)  # its options are wrong without --mtbf
+    _read_reliability(args)  # its options are wrong without --mtbf
     cases, errors = list[Case](), dict[str, ValueError]()
     for one in each:
         try:
-            cases.append(_case_of(one)[0])
+            cases.append(_plan_case(one)[0])
         except ValueError as error:  # such as a batch that some ranks do not divide; the other cases go on
-            errors[", ".join([f"{name} {value}" for name, value in choices_of(one).items()])] = error
+            errors[", ".join([f"{name} {value}" for name, value in list_choices(one).items()])] = error
     if not cases:
         raise next(iter(errors.values()))
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
@@ -137,7 +137,7 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
     return 0 if any(case.table.fitting for case in cases) else 1
 
 
-def _reliability_of(args: argparse.Namespace) -> Reliability | None:
+def _read_reliability(args: argparse.Namespace) -> Reliability | None:
     """Return the failures of a long run, checked before anything is planned; None without --mtbf."""
     times = {"save": args.save_time, "restart": args.restart_time, "repair": args.repair_time}
     known_times = {name: value for name, value in times.items() if value is not None}
@@ -162,7 +162,7 @@ def _goodput_line(args: argparse.Namespace, table: ConfigurationTable, what_fail
     return f"{result}. So a step takes {average} on average, where {format_seconds(row.seconds)} is planned"
 
 
-def _make_step_of(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
+def _choose_make_step(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
     """Return `make_step`, and the sizes of a model by name; None for a function of the user's."""
     if ":" not in args.model or pathlib.Path(args.model).exists():
         return model_step(args.model, length=args.length, explicit=args.explicit_attention), shape_of(args.model)
@@ -203,7 +203,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     args.rows = SEARCH_ROWS if args.rows is None else args.rows
 
 
-def _machine_of(args: argparse.Namespace) -> Machine:
+def _choose_machine(args: argparse.Namespace) -> Machine:
     """Return the machine, with the bandwidth between hosts that was given."""
     machine = machine_of(args.machine)
     return machine if args.network_bandwidth is None else replace(machine, network_bandwidth=args.network_bandwidth)
@@ -250,7 +250,7 @@ def _tune_by_options(
         make_step,
         world_size=args.world,
         global_batch=args.batch,
-        machine=_machine_of(args),
+        machine=_choose_machine(args),
         memory=args.memory,
         margin=args.margin,
         stages=args.stages,

@@ -8,7 +8,7 @@ from fzero.parallel.schedules import NAMES
 from fzero.tuning._search_space import EVERY_SECOND, Configuration
 from fzero.tuning.models._model_names import ModelShape
 
-__all__ = ["Bounds", "bounds_of"]
+__all__ = ["Bounds", "compute_bounds"]
 
 _NORM_VALUES = 8  # values of the residual stream that two norms and two sums of a block read and write, fused
 _MOMENT_BYTES = {None: 8, "bfloat16": 4, "int8": 2}  # of both moments of AdamW, an element
@@ -35,7 +35,7 @@ class _BlockSeconds(NamedTuple):
     weights: float  # of the backward pass, for the gradients of weights
 
 
-def bounds_of(shape: ModelShape, length: int, config: Configuration, hardware: Hardware) -> Bounds:
+def compute_bounds(shape: ModelShape, length: int, config: Configuration, hardware: Hardware) -> Bounds:
     """Return a lower bound of the seconds and of the peak that a plan of the configuration has.
 
     The seconds are those of the chain that no schedule shortens. It has matrix products and attention at the cost
@@ -64,7 +64,7 @@ class _StepBounds(NamedTuple):
     hardware: Hardware
 
     @property
-    def rows(self) -> int:
+    def tokens_per_rank(self) -> int:
         """Tokens of a micro-batch on one rank."""
         return self.config.micro_batch * self.tokens // self.config.cp
 
@@ -102,7 +102,7 @@ class _StepBounds(NamedTuple):
     def block(self) -> _BlockSeconds:
         """Return the least seconds of a block."""
         used = self.shape.experts[1] or 1  # each token has rows at so many experts
-        rows = [self.rows] * 4 + [self.rows * used] * (len(self.widths()) - 4)
+        rows = [self.tokens_per_rank] * 4 + [self.tokens_per_rank * used] * (len(self.widths()) - 4)
         sizes = [(m, k, n) for m, (k, n) in zip(rows, self.widths(), strict=True)]
         forward = [self.product(m, k, n) for m, k, n in sizes]
         inputs = sum([self.product(m, n, k) for m, k, n in sizes])
@@ -122,15 +122,15 @@ class _StepBounds(NamedTuple):
     def _between_seconds(self) -> float:
         """Return the least seconds of the operations between products, which only read and write."""
         shape, tp = self.shape, self.config.tp
-        stream = _NORM_VALUES * self.rows * shape.width / tp
-        hidden = (3 if shape.gated else 2) * self.rows * (shape.experts[1] or 1) * shape.mlp / tp
+        stream = _NORM_VALUES * self.tokens_per_rank * shape.width / tp
+        hidden = (3 if shape.gated else 2) * self.tokens_per_rank * (shape.experts[1] or 1) * shape.mlp / tp
         return (stream + hidden) * self.width_bytes / self.hardware.memory_bandwidth
 
     def _tensor_seconds(self) -> float:
         """Return the least seconds of the collectives along "tp" in one pass of a block: two gathers, two sums."""
         if self.config.tp == 1:
             return 0.0
-        size = self.rows * self.shape.width * self.width_bytes
+        size = self.tokens_per_rank * self.shape.width * self.width_bytes
         return 2 * sum(
             [transfer_seconds(kind, size, ("tp",), self.hardware) for kind in ("all_gather", "reduce_scatter")]
         )
@@ -165,7 +165,8 @@ class _StepBounds(NamedTuple):
     def _head_seconds(self) -> tuple[float, float]:
         """Return the least seconds of the output head, forward and backward."""
         shape = self.shape
-        rows, classes = self.config.micro_batch if shape.task == "image" else self.rows, shape.vocab // self.config.tp
+        rows = self.config.micro_batch if shape.task == "image" else self.tokens_per_rank
+        classes = shape.vocab // self.config.tp
         forward, inputs, weights = (
             self.product(*sizes, in_block=False)
             for sizes in ((rows, shape.width, classes), (rows, classes, shape.width), (shape.width, rows, classes))
@@ -221,4 +222,8 @@ class _StepBounds(NamedTuple):
         logits = 0 if config.chunked_loss or config.pp > 1 or shape.task == "image" else shape.vocab / config.tp
         # the first rank has run so many micro-batches forward when its first backward pass begins
         in_flight = {"gpipe": config.accumulation, "1f1b": min(config.pp, config.accumulation)}.get(config.schedule, 1)
-        return self.rows * ((in_flight if config.pp > 1 else 1) * self.blocks * residuals + logits) * self.width_bytes
+        return (
+            self.tokens_per_rank
+            * ((in_flight if config.pp > 1 else 1) * self.blocks * residuals + logits)
+            * self.width_bytes
+        )

@@ -16,7 +16,7 @@ from fzero.ranks import Mesh, mesh
 from fzero.transforms import gather, remat, value_and_grad
 from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS, Configuration
 from fzero.tuning.machines import Machine
-from fzero.tuning.models._bounds import Bounds, bounds_of
+from fzero.tuning.models._bounds import Bounds, compute_bounds
 from fzero.tuning.models._forward_pass import ForwardOptions, apply_single_block, compute_loss, embed, head_loss
 from fzero.tuning.models._model_names import TENSOR, ModelShape, init, make_batch
 from fzero.tuning.models._presets import shape_of
@@ -94,7 +94,7 @@ class ModelStep:
 
     def bounds(self, config: Configuration, machine: Machine) -> Bounds:
         """Return what a step of the configuration takes and holds at least, without a plan."""
-        return bounds_of(self.shape, self.length, config, machine.as_hardware())
+        return compute_bounds(self.shape, self.length, config, machine.as_hardware())
 
     def __call__(self, config: Configuration) -> Any:
         """Return the step of a configuration, and its arguments on the meta device.
