@@ -12,16 +12,21 @@ from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
 from fzero.graph.ir import SpaceError, is_random, only_copies, stand_ins_of
-from fzero.graph.planning._caching_allocator import AllocatorPeaks
-from fzero.graph.planning._clocks import LIMITS, Interval
-from fzero.graph.planning._collective_seconds import transfer_seconds
-from fzero.graph.planning._cost import product_seconds
-from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._plan import Plan, PlanSettings
-from fzero.graph.planning._storage_kinds import KINDS
-from fzero.graph.planning._views import phase_spans, short_path
-from fzero.graph.run._clock import TimedOperation, record_operations
-from fzero.graph.trace._writes import other_memory, refuse_writes_into
+from fzero.graph.planning import (
+    KINDS,
+    LIMITS,
+    AllocatorPeaks,
+    Hardware,
+    Interval,
+    Plan,
+    PlanSettings,
+    phase_spans,
+    product_seconds,
+    short_path,
+    transfer_seconds,
+)
+from fzero.graph.run import TimedOperation, record_operations
+from fzero.graph.trace import other_memory, refuse_writes_into
 
 __all__ = [
     "AllocatorPeaks",

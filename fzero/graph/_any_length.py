@@ -23,11 +23,9 @@ from fzero.graph._one_rank import one_rank_tree, planned_mesh
 from fzero.graph._polynomials import Shapes, shapes_of
 from fzero.graph._trace_agreement import gather_values
 from fzero.graph.ir import is_input, stand_ins_of
-from fzero.graph.loop._loop_marks import record_loops
-from fzero.graph.planning._clocks import estimate_seconds
-from fzero.graph.planning._live_ranges import peak_bytes
-from fzero.graph.trace._call_arguments import Arguments, flatten_arguments
-from fzero.graph.trace._call_key import Key
+from fzero.graph.loop import record_loops
+from fzero.graph.planning import estimate_seconds, peak_bytes
+from fzero.graph.trace import Arguments, Key, flatten_arguments
 from fzero.ranks import Mesh
 
 __all__ = ["AnyLength", "differ_in_sizes"]

@@ -13,10 +13,8 @@ from fzero._notice import trouble_link
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph._schedule_options import FITTING, ScheduleOptions
 from fzero.graph.ir import full_bytes, is_collective, is_reduce_collective, parameter_gathers
-from fzero.graph.loop._loop import graphs_in, loop_of, shared_graphs
-from fzero.graph.planning._clocks import estimate_seconds
-from fzero.graph.planning._live_ranges import peak_bytes
-from fzero.graph.planning._plan import PlanSettings
+from fzero.graph.loop import graphs_in, loop_of, shared_graphs
+from fzero.graph.planning import PlanSettings, estimate_seconds, peak_bytes
 
 __all__ = ["PEAK_TOLERANCE", "Candidate", "candidates", "choose"]
 

@@ -13,8 +13,8 @@ from fzero._arguments import check_path
 from fzero._torch import line_of
 from fzero.graph._pass_manager import PASSES, PassManager, PassResult, PassSettings
 from fzero.graph.ir import display_name, dtypes_and_shapes, is_collective
-from fzero.graph.loop._loop import loop_of
-from fzero.graph.planning._live_ranges import live_bytes, live_ranges
+from fzero.graph.loop import loop_of
+from fzero.graph.planning import live_bytes, live_ranges
 from fzero.ranks import Mesh
 
 __all__ = ["dump", "dump_folder", "make_folder"]

@@ -21,17 +21,10 @@ from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep
 from fzero.graph._trace_agreement import common_schedules
 from fzero.graph.ir import check_order, check_spaces, graph_results, has_moves, is_input, name_of, stand_ins_of
-from fzero.graph.loop._loop import graphs_in
-from fzero.graph.loop._loop_marks import NotScannableError, record_loops
-from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._plan import Plan, RejectedSchedule, make_plan
-from fzero.graph.run._backends import LoweringOptions, lower
-from fzero.graph.run._device_graph import RecordedStep, check_recordable
-from fzero.graph.run._executable import Executable
-from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._call_arguments import Arguments, LeafName, block_numbers
-from fzero.graph.trace._donation import check_separate, match_results
-from fzero.graph.trace._trace import TracedGraph, trace
+from fzero.graph.loop import NotScannableError, graphs_in, record_loops
+from fzero.graph.planning import Hardware, Plan, RejectedSchedule, make_plan
+from fzero.graph.run import Executable, Lengths, LoweringOptions, RecordedStep, check_recordable, lower
+from fzero.graph.trace import Arguments, LeafName, TracedGraph, block_numbers, check_separate, match_results, trace
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Slot, is_box, mark_donated
 

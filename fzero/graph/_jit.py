@@ -19,14 +19,9 @@ from fzero.graph._entry import Entry, JitOptions, build_entry
 from fzero.graph._polynomials import shapes_of
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
-from fzero.graph.planning._clocks import Interval, estimate_seconds, seconds_by_bound, timeline
-from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._plan import Plan, PlanSettings
-from fzero.graph.run._backends import BACKENDS
-from fzero.graph.run._lengths import Lengths
-from fzero.graph.trace._call_arguments import Arguments, flatten_arguments
-from fzero.graph.trace._call_key import Key, call_key, recompilation_reason
-from fzero.graph.trace._python_state import refuse_python_state
+from fzero.graph.planning import Hardware, Interval, Plan, PlanSettings, estimate_seconds, seconds_by_bound, timeline
+from fzero.graph.run import BACKENDS, Lengths
+from fzero.graph.trace import Arguments, Key, call_key, flatten_arguments, recompilation_reason, refuse_python_state
 
 __all__ = ["Jitted", "jit"]
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from fzero._torch import memory_like, stand_in_at, storage_id
 from fzero.graph._polynomials import Polynomial, Sample, fit_all, integers_in, map_integers
 from fzero.graph.ir import COMPILED, FUSED, LATE, copy_graph, stand_ins_of
-from fzero.graph.loop._loop import loop_of, set_body
+from fzero.graph.loop import loop_of, set_body
 
 __all__ = ["SAMPLES", "LengthFormula", "fit_formula", "graph_structure"]
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph._schedule_options import FITTING
 from fzero.graph.ir import FUSED, copy_graph, has_moves, is_input, nbytes, stand_ins_of
-from fzero.graph.loop._loop import loop_of, set_body
+from fzero.graph.loop import loop_of, set_body
 from fzero.graph.passes import (
     bucket,
     carry,
@@ -36,9 +36,7 @@ from fzero.graph.passes import (
     slice_of_gather,
 )
 from fzero.graph.passes.scheduling import Orders
-from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._live_ranges import device_live_bytes, iteration_peak_bytes
-from fzero.graph.planning._plan import PlanSettings
+from fzero.graph.planning import Hardware, PlanSettings, device_live_bytes, iteration_peak_bytes
 
 __all__ = ["PASSES", "PassContext", "PassManager", "PassResult", "PassSettings"]
 

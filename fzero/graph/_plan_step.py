@@ -8,9 +8,7 @@ from fzero._tracebacks import api_boundary
 from fzero.graph._jit import Jitted, jit
 from fzero.graph._one_rank import Shape, one_rank_tree, planned_mesh
 from fzero.graph._step import as_step
-from fzero.graph.planning._clocks import Interval
-from fzero.graph.planning._hardware import HARDWARE, Hardware
-from fzero.graph.planning._plan import Plan, PlanSettings
+from fzero.graph.planning import HARDWARE, Hardware, Interval, Plan, PlanSettings
 from fzero.ranks import Mesh
 
 __all__ = ["StepOfRank", "plan", "step_of_rank"]

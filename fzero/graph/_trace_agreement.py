@@ -13,7 +13,7 @@ from fzero._notice import trouble_link
 from fzero._torch import line_of
 from fzero.graph._candidates import Candidate
 from fzero.graph.ir import differs_by_rank, dtypes_and_shapes, is_collective, is_wait, stand_ins_of
-from fzero.graph.loop._loop import loop_of, shared_graphs
+from fzero.graph.loop import loop_of, shared_graphs
 from fzero.ranks import Mesh, MissingRankError, gather_texts
 
 __all__ = ["common_schedules", "gather_values"]

@@ -1,6 +1,8 @@
 """Loops over micro-batches: how they are traced, planned and run."""
 
+from fzero.graph.loop._insert_loops import insert_loops
 from fzero.graph.loop._loop import Loop, LoopSlice, graphs_in, loop_of, new_loop_function, set_body, shared_graphs
+from fzero.graph.loop._loop_function import loop_function
 from fzero.graph.loop._loop_marks import (
     OPERATIONS,
     LoopSum,
@@ -15,8 +17,12 @@ from fzero.graph.loop._loop_marks import (
     rows,
     run_again,
 )
+from fzero.graph.loop._loop_memory import SentMessage, peak_by_region, pipeline_seconds, sent_messages
+from fzero.graph.loop._pipeline_function import pipeline_function
 from fzero.graph.loop._pipeline_marks import (
+    BEGIN_REGION,
     MARKERS,
+    SEND,
     begin_region,
     begin_shapes_only,
     end_shapes_only,
@@ -26,38 +32,51 @@ from fzero.graph.loop._pipeline_marks import (
     send,
 )
 from fzero.graph.loop._rank_schedule import LoopRegion, RankSchedule, rank_schedule_id, rank_schedule_of, regions_of
+from fzero.graph.loop._split import RegionGraph, region_positions, split
 
 __all__ = [
+    "BEGIN_REGION",
     "MARKERS",
     "OPERATIONS",
+    "SEND",
     "Loop",
     "LoopRegion",
     "LoopSlice",
     "LoopSum",
     "NotScannableError",
     "RankSchedule",
+    "RegionGraph",
+    "SentMessage",
     "begin_region",
     "begin_shapes_only",
     "check_equal_runs",
     "end_shapes_only",
     "graphs_in",
+    "insert_loops",
     "is_loop_slice",
     "is_marker",
     "iteration",
+    "loop_function",
     "loop_of",
     "loop_slice",
     "mark_pipeline",
     "new_loop_function",
+    "peak_by_region",
+    "pipeline_function",
+    "pipeline_seconds",
     "rank_schedule_id",
     "rank_schedule_of",
     "receive",
     "record_loops",
     "records_loops",
     "records_pipelines",
+    "region_positions",
     "regions_of",
     "rows",
     "run_again",
     "send",
+    "sent_messages",
     "set_body",
     "shared_graphs",
+    "split",
 ]

@@ -18,7 +18,7 @@ from fzero.graph.ir import (
     sort_graph,
     stand_ins_of,
 )
-from fzero.graph.loop._pipeline_marks import is_marker
+from fzero.graph.loop import is_marker
 
 __all__ = ["bucket"]
 

@@ -19,7 +19,7 @@ from fzero.graph.ir import (
     is_wait,
     name_of,
 )
-from fzero.graph.loop._loop import Loop, loop_of
+from fzero.graph.loop import Loop, loop_of
 
 __all__ = ["carry"]
 

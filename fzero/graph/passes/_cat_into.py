@@ -19,8 +19,8 @@ from fzero.graph.ir import (
     storages,
     write_part,
 )
-from fzero.graph.loop._loop import loop_of
-from fzero.graph.planning._live_ranges import device_live_bytes
+from fzero.graph.loop import loop_of
+from fzero.graph.planning import device_live_bytes
 
 __all__ = ["cat_into"]
 

@@ -23,7 +23,7 @@ from fzero.graph.ir import (
     parameter_gathers,
     stand_ins_of,
 )
-from fzero.graph.loop._loop import Loop, loop_of, new_loop_function
+from fzero.graph.loop import Loop, loop_of, new_loop_function
 
 __all__ = ["hoist"]
 

@@ -3,7 +3,7 @@
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import COMPILED, COPY, FUSED, copy_graph, stand_ins_of, users_through_views
-from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction
+from fzero.graph.planning import is_pointwise_kernel, is_tensor_reduction
 
 __all__ = ["mark_fused"]
 

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import c10d
 from fzero.graph.ir import COPY, aten, copy_graph, graph_results, is_input, is_view, stand_ins_of, storages
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop import loop_of
 
 __all__ = ["donate", "in_place"]
 

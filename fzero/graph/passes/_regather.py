@@ -20,7 +20,7 @@ from fzero.graph.ir import (
     stand_ins_of,
     views_and_users,
 )
-from fzero.graph.loop._pipeline_marks import BEGIN_REGION
+from fzero.graph.loop import BEGIN_REGION
 from fzero.graph.passes._duplicate import clusters, duplicate
 
 __all__ = ["regather"]

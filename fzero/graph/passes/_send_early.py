@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from fzero._torch import copy_nodes
-from fzero.graph.loop._pipeline_marks import BEGIN_REGION, SEND
+from fzero.graph.loop import BEGIN_REGION, SEND
 
 __all__ = ["send_early"]
 

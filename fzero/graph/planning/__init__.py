@@ -1,1 +1,70 @@
 """Plans: the bytes that a scheduled graph will hold and send, and its time, counted before it runs."""
+
+from fzero.graph.planning._between_subgraphs import exports, needed_views, operands, sources, views_to, written_argument
+from fzero.graph.planning._caching_allocator import AllocatorPeaks
+from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, seconds_by_bound, timeline
+from fzero.graph.planning._collective_seconds import transfer_seconds
+from fzero.graph.planning._cost import product_seconds
+from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction
+from fzero.graph.planning._hardware import HARDWARE, Hardware
+from fzero.graph.planning._live_ranges import (
+    device_live_bytes,
+    iteration_peak_bytes,
+    live_bytes,
+    live_ranges,
+    peak_bytes,
+    record_peak,
+)
+from fzero.graph.planning._phases import find_phases
+from fzero.graph.planning._plan import Plan, PlanSettings, RejectedSchedule, make_plan
+from fzero.graph.planning._storage_kinds import KINDS
+from fzero.graph.planning._subgraphs import (
+    find_scalars,
+    parts_of_arguments,
+    read_by_kernels,
+    resolve_alias,
+    runs_alone,
+    split_into_subgraphs,
+)
+from fzero.graph.planning._views import phase_spans, short_path
+
+__all__ = [
+    "HARDWARE",
+    "KINDS",
+    "LIMITS",
+    "AllocatorPeaks",
+    "Hardware",
+    "Interval",
+    "Plan",
+    "PlanSettings",
+    "RejectedSchedule",
+    "device_live_bytes",
+    "estimate_seconds",
+    "exports",
+    "find_phases",
+    "find_scalars",
+    "is_pointwise_kernel",
+    "is_tensor_reduction",
+    "iteration_peak_bytes",
+    "live_bytes",
+    "live_ranges",
+    "make_plan",
+    "needed_views",
+    "operands",
+    "parts_of_arguments",
+    "peak_bytes",
+    "phase_spans",
+    "product_seconds",
+    "read_by_kernels",
+    "record_peak",
+    "resolve_alias",
+    "runs_alone",
+    "seconds_by_bound",
+    "short_path",
+    "sources",
+    "split_into_subgraphs",
+    "timeline",
+    "transfer_seconds",
+    "views_to",
+    "written_argument",
+]

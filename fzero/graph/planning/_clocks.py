@@ -23,8 +23,7 @@ from fzero.graph.ir import (
     stand_ins_of_args,
     start_of,
 )
-from fzero.graph.loop._loop import Loop, loop_of
-from fzero.graph.loop._loop_memory import pipeline_seconds
+from fzero.graph.loop import Loop, loop_of, pipeline_seconds
 from fzero.graph.planning._collective_seconds import collective_seconds, message_seconds
 from fzero.graph.planning._cost import Work, estimate_work
 from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction, unstored_values

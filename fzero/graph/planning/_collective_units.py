@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import METRIC, is_collective, is_input, stand_ins_of
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop import loop_of
 from fzero.sharding import default_units
 
 __all__ = ["infer_units"]

@@ -28,9 +28,7 @@ from fzero.graph.ir import (
     storages,
     storages_in,
 )
-from fzero.graph.loop._loop import Loop, loop_of
-from fzero.graph.loop._loop_memory import peak_by_region
-from fzero.graph.loop._split import region_positions
+from fzero.graph.loop import Loop, loop_of, peak_by_region, region_positions
 from fzero.graph.planning._fused_values import unstored_values
 from fzero.graph.planning._storage_kinds import storage_kinds
 from fzero.graph.planning._workspaces import workspace_bytes

@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import is_backward
 from fzero.graph.ir import METRIC, flops, is_reduce_collective
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop import loop_of
 
 __all__ = ["PHASES", "find_phases"]
 

@@ -26,8 +26,7 @@ from fzero.graph.ir import (
     nbytes,
     stand_ins_of,
 )
-from fzero.graph.loop._loop import Loop, loop_of
-from fzero.graph.loop._loop_memory import SentMessage, sent_messages
+from fzero.graph.loop import Loop, SentMessage, loop_of, sent_messages
 from fzero.graph.planning import _views
 from fzero.graph.planning._caching_allocator import AllocatorPeaks, simulate_allocator
 from fzero.graph.planning._clocks import estimate_seconds, seconds_by_bound, timeline

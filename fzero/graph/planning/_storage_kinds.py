@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import COPY, is_cheap, is_gather, is_linear, is_reduce_collective, users_through_views
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop import loop_of
 
 __all__ = ["KINDS", "storage_kinds"]
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")

@@ -28,7 +28,7 @@ from fzero.graph.ir import (
     users_through_views,
     write_part,
 )
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop import loop_of
 
 __all__ = [
     "find_scalars",

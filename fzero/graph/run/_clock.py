@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from fzero._torch import is_backward, line_of, stack_of, wait_for_device
 from fzero._torch.watched import without_watchers
 from fzero.graph.ir import flops
-from fzero.graph.loop._loop import loop_of
-from fzero.graph.planning._phases import find_phases
+from fzero.graph.loop import loop_of
+from fzero.graph.planning import find_phases
 
 __all__ = [
     "COMPILED",

@@ -14,10 +14,10 @@ from torch.fx import Graph
 from fzero._notice import warn_once
 from fzero._torch import DeviceGraph, copy_together, has_recordable_collectives, line_of
 from fzero.graph.ir import display_name, is_move
-from fzero.graph.loop._loop import graphs_in
+from fzero.graph.loop import graphs_in
 from fzero.graph.run._clock import current_recorder
 from fzero.graph.run._executable import Executable
-from fzero.graph.trace._call_arguments import Arguments
+from fzero.graph.trace import Arguments
 from fzero.ranks import Mesh
 
 __all__ = ["RecordedStep", "check_recordable"]

@@ -12,11 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from fzero._torch import have_equal_strides, is_profiling, line_of
 from fzero.collectives import gloo
 from fzero.graph.ir import COPY, WAIT, aten, copy_graph, is_input
-from fzero.graph.loop._loop import Loop, loop_of
-from fzero.graph.loop._loop_function import loop_function
-from fzero.graph.loop._pipeline_function import pipeline_function
-from fzero.graph.loop._split import split
-from fzero.graph.planning._subgraphs import resolve_alias
+from fzero.graph.loop import Loop, loop_function, loop_of, pipeline_function, split
+from fzero.graph.planning import resolve_alias
 from fzero.graph.run._clock import (
     COMPILED,
     current_recorder,

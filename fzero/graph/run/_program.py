@@ -9,12 +9,19 @@ from torch.fx.node import Argument, map_arg
 from fzero._torch import line_of
 from fzero.collectives import start_to_host, wait_to_host
 from fzero.graph.ir import TO_HOST, copy_graph, graph_results, is_input, stand_ins_of, views_and_users
-from fzero.graph.loop._loop import Loop, loop_of, set_body
-from fzero.graph.loop._loop_function import loop_function
-from fzero.graph.loop._pipeline_function import pipeline_function
-from fzero.graph.loop._split import RegionGraph, split
-from fzero.graph.planning._between_subgraphs import exports, needed_views, operands, sources, views_to, written_argument
-from fzero.graph.planning._subgraphs import find_scalars, parts_of_arguments, runs_alone, split_into_subgraphs
+from fzero.graph.loop import Loop, RegionGraph, loop_function, loop_of, pipeline_function, set_body, split
+from fzero.graph.planning import (
+    exports,
+    find_scalars,
+    needed_views,
+    operands,
+    parts_of_arguments,
+    runs_alone,
+    sources,
+    split_into_subgraphs,
+    views_to,
+    written_argument,
+)
 from fzero.graph.run._segment import Segment, make_segment
 
 __all__ = ["LoopProgram", "Program", "make_copies_async", "make_program"]

@@ -10,8 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.graph.ir import COPY, is_input, name_of, signature
-from fzero.graph.planning._between_subgraphs import operands, sources
-from fzero.graph.planning._subgraphs import read_by_kernels
+from fzero.graph.planning import operands, read_by_kernels, sources
 
 __all__ = ["Segment", "make_segment"]
 

@@ -24,7 +24,7 @@ from fzero.graph.ir import (
     stand_ins_of,
     views_and_users,
 )
-from fzero.graph.loop._insert_loops import insert_loops
+from fzero.graph.loop import insert_loops
 from fzero.graph.trace._replace_writes import replace_writes
 from fzero.graph.trace._writes import check_gradients, check_writes, expose_batch_norm_writes, writes
 

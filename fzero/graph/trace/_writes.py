@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from fzero import _torch
 from fzero._torch.levels import unwrap
 from fzero.graph.ir import is_input, is_view, name_of
-from fzero.graph.loop._loop_marks import is_loop_slice
+from fzero.graph.loop import is_loop_slice
 
 __all__ = [
     "check_gradients",

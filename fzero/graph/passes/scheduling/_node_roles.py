@@ -28,7 +28,7 @@ from fzero.graph.ir import (
     start_of,
     users_through_views,
 )
-from fzero.graph.loop._pipeline_marks import is_marker
+from fzero.graph.loop import is_marker
 
 __all__ = ["NodeRoles", "node_roles", "work_in_order"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch.fx import Node
 
 from fzero.graph.ir import is_collective, is_wait, nbytes, stand_ins_of, stand_ins_of_args
-from fzero.graph.loop._pipeline_marks import BEGIN_REGION
+from fzero.graph.loop import BEGIN_REGION
 
 __all__ = ["fit_prefetches", "next_gathers"]
 

@@ -27,8 +27,7 @@ from fzero._torch import copy_nodes
 from fzero.graph.ir import COPY, TO_HOST, Storages, input_only_nodes, is_view, on_host, parameter_gathers, storages
 from fzero.graph.passes.scheduling._listing import OrderRules, list_nodes, order_rules, readers_of_overwritten
 from fzero.graph.passes.scheduling._prefetches import fit_prefetches, next_gathers
-from fzero.graph.planning._live_ranges import device_live_bytes, record_peak
-from fzero.graph.planning._subgraphs import find_scalars
+from fzero.graph.planning import device_live_bytes, find_scalars, record_peak
 
 __all__ = ["Orders", "schedule"]
 
