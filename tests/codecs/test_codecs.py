@@ -13,7 +13,7 @@ from fzero.codecs import Codec
 from fzero.testing import _awkward_shapes
 from tests.helpers import examples
 
-KINDS = ["int8", "int4", "float8_e4m3", "float8_e5m2"]
+KINDS = [*codecs.KINDS]
 BLOCKS = [2, 3, 16, 256]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 
