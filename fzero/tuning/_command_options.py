@@ -193,6 +193,10 @@ _PLAN = {
         _option("--float8", "multiply in float8 within blocks, so scaled", choices=["tensorwise", "rowwise"]),
     ],
     "a long run": [
+        _option(
+            "--local-steps", "plan local SGD beside it: its replicas average every so many steps", type=_parse_count
+        ),
+        _option("--replicas", "with --local-steps: by default a replica on each host", type=_parse_count),
         _option("--mtbf", "time between failures of a device: prints goodput", type=_parse_seconds, metavar="45000h"),
         _option("--save-time", "with --mtbf: how long a save stops the steps", type=_parse_seconds, metavar="5s"),
         _option("--restart-time", "with --mtbf: from a failure to the next step", type=_parse_seconds, metavar="5min"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fzero import tree
 from fzero._format import format_bytes, format_seconds
 from fzero.tuning._command_options import AUTO, SEARCH_ROWS, parser
+from fzero.tuning._local_sgd_estimate import LocalSgdEstimate, state_bytes
 from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
@@ -63,6 +64,8 @@ def _run_plan(args: argparse.Namespace) -> int:
 
     _check_required(args)
     what_fails = _read_reliability(args)
+    _check_replicas(args)
+    options = argparse.Namespace(**vars(args))  # _plan_case sets sizes in `args`
     case, shape = _plan_case(args)
     table, name = case.table, shape.name if shape else args.model
     console = Console(width=None if sys.stdout.isatty() else width_of(table, 180), highlight=False)
@@ -70,6 +73,8 @@ def _run_plan(args: argparse.Namespace) -> int:
     console.print(table)
     if table.fitting and what_fails:
         console.print(_goodput_line(args, table, what_fails))
+    if table.fitting and args.local_steps:
+        console.print(_local_sgd_line(options, table, shape), markup=False)
     estimates = _estimate_lines(shape, args) if shape else []
     for line in estimates:
         console.print(f"other estimators: {line}", style="dim")
@@ -112,9 +117,11 @@ def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) ->
     """Plan several models or sizes, print a row of each, and write a page to choose from."""
     from rich.console import Console
 
-    for option in ("json", "csv", "plot", "export", "mtbf"):
+    for option in ("json", "csv", "plot", "export", "mtbf", "local_steps"):
         if getattr(args, option):
-            raise ValueError(f"--{option} is for one model and size, and these are {len(each)}; --html has all")
+            raise ValueError(
+                f"--{option.replace('_', '-')} is for one model and size, and these are {len(each)}; --html has all"
+            )
     for one in each:
         _check_required(one)
         machine_of(one.machine)  # an unknown one is an error before the first case is planned
@@ -160,6 +167,45 @@ def _goodput_line(args: argparse.Namespace, table: ConfigurationTable, what_fail
         return f"{result}. No step lasts: is {args.mtbf:g} s the time between failures of one device?"
     average = format_seconds(row.seconds / result.mean)
     return f"{result}. So a step takes {average} on average, where {format_seconds(row.seconds)} is planned"
+
+
+def _check_replicas(args: argparse.Namespace) -> None:
+    """Set the number of replicas of local SGD.
+
+    Raises:
+        ValueError: if they do not divide ranks and batch.
+    """
+    if args.replicas is not None and args.local_steps is None:
+        raise ValueError("--replicas needs --local-steps, the steps between two averages: --local-steps 100")
+    if args.local_steps is None:
+        return
+    ranks = int(machine_of(args.machine).ranks)
+    args.replicas = args.replicas or max(args.world // ranks, 1)
+    if args.replicas < 2 or args.world % args.replicas or args.batch % args.replicas:
+        raise ValueError(
+            f"--local-steps {args.local_steps} on {args.replicas} replicas: expected at least 2, which divide --world "
+            f"{args.world} and --batch {args.batch}: give --replicas 2"
+        )
+
+
+def _local_sgd_line(args: argparse.Namespace, table: ConfigurationTable, shape: ModelShape | None) -> str:
+    """Plan the step of one replica in the memory that the state of local SGD leaves, and compare it in a line."""
+    if shape is None:
+        raise ValueError("--local-steps counts the parameters of models by name; plan the step of one replica instead")
+    ranks = args.world // args.replicas
+    elements = sum([x.numel() for x in tree.tensors(init(shape, args.depth or shape.depth))])
+    memory = table.budget - state_bytes(elements, ranks)
+    one = {"world": ranks, "batch": args.batch // args.replicas, "host": (1,), "memory": memory, "margin": 0.0}
+    inner = _plan_case(argparse.Namespace(**{**vars(args), **one}))[0].table
+    if not inner.fitting:
+        return f"local SGD: no step of a replica of {ranks} ranks fits beside the anchor and the outer momentum"
+    speed = {name: n for name, n in (args.axis_bandwidths or {}).items() if name == "replica"}
+    machine = replace(_choose_machine(args), axis_bandwidths=tuple(speed.items()))
+    estimate = LocalSgdEstimate(
+        row=inner.best().row, elements=elements, replicas=args.replicas, every=args.local_steps, machine=machine
+    )
+    seconds = format_seconds(table.best().row.seconds)
+    return f"{estimate}. The best row above takes {seconds}; the losses of the two differ: docs/local_sgd.md"
 
 
 def _choose_make_step(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
@@ -264,7 +310,7 @@ def _tune_by_options(
         cp=args.cp,
         host=args.host,
         schedule=args.schedule,
-        axis_bandwidths=args.axis_bandwidths,
+        axis_bandwidths={name: n for name, n in (args.axis_bandwidths or {}).items() if name != "replica"} or None,
         depth=depth,
         chunked_loss=args.chunked_loss,
         gather=args.gather,

@@ -9,12 +9,13 @@ import json
 import pathlib
 import runpy
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 import fzero
-from fzero import optim
+from fzero import optim, tree
 from tests.cuda import log
 from tests.cuda.worker import rank_0_of
 
@@ -126,6 +127,11 @@ def elsewhere(mesh: fzero.ranks.Mesh) -> dict[str, str]:
     return messages
 
 
+def mean_of_zeros(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
+    """Read the last sums as `fzero.data.mean` does. Kernels compute nothing here, so all weights are 0."""
+    return tree.map(torch.Tensor.item, [*totals][-1][0])
+
+
 FACTS = {f.__name__: f for f in (state, cached, batches, prefetch, elsewhere)}
 
 
@@ -134,6 +140,7 @@ def main() -> None:
     log.leave_out_cudnn()
     if log.without_gpu():  # NVRTC compiles nothing
         torch.special.entr = lambda x: -torch.xlogy(x, x)
+        fzero.data.mean = mean_of_zeros
     if name in FACTS:
         for kind in ("simulated", "distributed"):
             if kind == "simulated":

@@ -433,6 +433,13 @@ MUTANTS = [
     *File("tuning/models/_steps.py", MODELS).faults(
         Fault("moments of 8 bits are planned as float32", "ModelStep.__call__", dropped("moments=A.moments")),
     ),
+    *File("tuning/_local_sgd_estimate.py", ("tests/tuning/test_command.py",)).faults(
+        Fault(
+            "an average counts in each step",
+            "LocalSgdEstimate.__str__",
+            becomes("self.average_seconds / self.every", "self.average_seconds"),
+        ),
+    ),
     *File("tuning/_search_space.py", ("tests/tuning/test_model_axes.py",)).faults(
         Fault("hosts share their ranks with a pipeline", "_parallel_dims", dropped("host == 1 or A == B == C == 1")),
         Fault("a step without shards is planned by hosts", "SearchSpace.__iter__", dropped("A > 0 or B.host == 1")),

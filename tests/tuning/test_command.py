@@ -16,7 +16,7 @@ import fzero
 from fzero.__main__ import main
 from fzero.tuning import ConfigurationTable
 from fzero.tuning._page import Case, page
-from fzero.tuning.models import PRESETS
+from fzero.tuning.models import PRESETS, init
 from tests.distributed.launch import python
 from tests.helpers import either
 from tests.tuning.helpers import TINY
@@ -223,6 +223,24 @@ def test_a_slow_network_calls_for_an_axis_of_hosts(capsys):
     assert hint not in said and re.search("best: stage 3, .* host 2:", said) and 'axis=("dp", "host")' in said
     assert main([*words[:3], "12", "--batch", "12", *words[6:], "--host", "auto"]) == 2
     assert "--world 12 fills no number of hosts of 8 ranks: give sizes" in capsys.readouterr().err
+
+
+def test_local_sgd_is_planned_beside_data_parallelism(capsys):
+    words = ["plan", "tiny", "--world", "16", "--batch", "16", "--length", "16", "--stages", "3", "--remat", "no"]
+    words += ["--micro-batches", "1", "--workers", "1", "--no-cache"]
+    assert main([*words, "--local-steps", "10", "--axis-bandwidths", "replica=1MB"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    elements = sum(x.numel() for x in fzero.tree.tensors(init(TINY_ONE, 1)))
+    milliseconds = 2 * 0.5 * 4 * elements / 8 / 1e6 / 10 * 1000  # an all_reduce of a shard over two, in ten steps
+    share = re.search(r"local SGD, 2 replicas that average every 10 steps: .* a step, ([\d.]+) (ms|us) of it for", said)
+    assert share and float(share[1]) * {"ms": 1, "us": 1e-3}[share[2]] == pytest.approx(milliseconds, rel=0.01)
+    assert "replica" not in said[: said.index("local SGD")]  # no row has the axis, and none is told that it is unused
+    for more, text in (
+        (["--replicas", "2"], "--replicas needs --local-steps"),
+        (["--local-steps", "10", "--replicas", "3"], "on 3 replicas: expected at least 2, which divide --world 16"),
+    ):
+        assert main([*words, *more]) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_the_plan_command_takes_a_users_function(capsys):

@@ -12,8 +12,8 @@ USUAL = Configuration(1, 1, 8, ranks=4)
 SETTINGS, STAGE, REMAT, OFFLOAD, EXPERTS, SPREAD, WITHIN, CHUNKS, ACCUMULATION, MICRO = [rule.text for rule in _RULES]
 
 
-def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host: float = 0.0, **config: Any) -> TableRow:
-    return TableRow(replace(USUAL, **config), {"parameters": 1e9}, {"dp": moved}, seconds, host, flops, True, {})
+def row(seconds: float, moved: float = 1e9, flops: float = 1e12, host_bytes: float = 0.0, **config: Any) -> TableRow:
+    return TableRow(replace(USUAL, **config), {"parameters": 1e9}, {"dp": moved}, seconds, host_bytes, flops, True, {})
 
 
 def judge(*rows: TableRow, devices_per_host: int = 8) -> dict[str, tuple[bool, str]]:
@@ -31,7 +31,7 @@ def test_a_table_of_one_row_is_judged_by_one_rule():
         (STAGE, {"stage": 2, "moved": 1e9}, {"stage": 1, "moved": 2e9}, "it moves 2.0 GB instead of 1.0 GB"),
         (STAGE, {"stage": 2}, {"stage": 0}, "its collectives overlap less with compute"),
         (REMAT, {"remat": True}, {"remat": "matmuls", "flops": 1.5e12}, "it computes 50% more"),
-        (OFFLOAD, {"offload": 1.0}, {"offload": 0.5, "host": 1e9}, "it waits for the host"),
+        (OFFLOAD, {"offload": 1.0}, {"offload": 0.5, "host_bytes": 1e9}, "it waits for the host"),
         (EXPERTS, {"ep": 1}, {"ep": 4, "moved": 3e9}, "it moves 3.0 GB instead of 1.0 GB"),
         (SPREAD, {"pp": 4}, {"pp": 2, "moved": 3e9}, "it moves 3.0 GB instead of 1.0 GB"),
         (SPREAD, {"tp": 4}, {"tp": 1, "pp": 2, "accumulation": 3}, "its pipeline is idle for 25% of the time"),
