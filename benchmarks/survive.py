@@ -158,9 +158,9 @@ for i in range(begin, 8):
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}  # else torch's own restart meets an address of the dead
 PLACE = """
 import tempfile, timeit
-from fzero._liveness._beats import Config
+from fzero._liveness._beats import HeartbeatConfig
 from fzero._liveness._heartbeat_client import HeartbeatClient
-heartbeat = HeartbeatClient(Config(0, 2, "h", "t", "localhost", 0, 60.0, 300.0, 0), None)
+heartbeat = HeartbeatClient(HeartbeatConfig(0, 2, "h", "t", "localhost", 0, 60.0, 300.0, 0), None)
 n = 100_000
 print(min(timeit.repeat(lambda: heartbeat.publish("all_gather at train.py:31", True), number=n, repeat=5)) / n)
 """

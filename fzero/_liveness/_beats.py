@@ -22,7 +22,7 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-__all__ = ["RECORD", "Config", "main"]
+__all__ = ["RECORD", "HeartbeatConfig", "main"]
 
 if __name__ == "__main__":  # without the package, which needs torch
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -61,7 +61,7 @@ _BUSY_SECONDS = 0.02  # of a processor beyond that share: two ticks of the clock
 _MAX_DATAGRAM_BYTES = 8192
 
 
-class Config(NamedTuple):
+class HeartbeatConfig(NamedTuple):
     """The settings of a heartbeat, which its rank gives it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Config(NamedTuple):
 class _Process:
     """The rank's process as the system sees it, and the activity that it publishes."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: HeartbeatConfig) -> None:
         self._config = config
         self.pid = os.getppid()
         self._memory = mmap.mmap(config.activity_fd, RECORD.size, prot=mmap.PROT_READ)
@@ -158,7 +158,7 @@ class _Process:
 class _Heartbeat:
     """One heartbeat: its socket, its rank's process, and its failure detector."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: HeartbeatConfig) -> None:
         """Open the socket, and on rank 0 bind it to a free port, which is told to the trainer."""
         self.config, self.process = config, _Process(config)
         self.is_finished = False
@@ -373,7 +373,7 @@ def main() -> None:
     """Beat for the rank that started this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a launcher's; this process ends after its rank
         signal.signal(number, signal.SIG_IGN)
-    _Heartbeat(Config(*json.loads(sys.argv[1]))).run()
+    _Heartbeat(HeartbeatConfig(*json.loads(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

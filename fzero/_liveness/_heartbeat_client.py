@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from fzero._liveness import _beats
-from fzero._liveness._beats import RECORD, Config
+from fzero._liveness._beats import RECORD, HeartbeatConfig
 from fzero._liveness._failure_detector import FIRST_MESH, LostRank
 from fzero._liveness._stragglers import Straggler
 from fzero._notice import trouble_link
@@ -39,7 +39,7 @@ __all__ = [
 
 # a rank without a heartbeat is lost after this part of the timeout: 50 s of 300, so it is named in 60
 _LIMIT_DIVISOR = 6
-_KNOWN_WITHIN = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
+_KNOWN_SECONDS = 10.0  # seconds in which a rank's heartbeat reaches rank 0's
 _VERDICT_SECONDS = 10.0  # beyond the limit in which a verdict arrives
 _log = logging.getLogger("fzero")
 
@@ -79,14 +79,14 @@ class HeartbeatClient:
         stragglers: on rank 0, the ranks that are slow.
     """
 
-    def __init__(self, config: Config, store: Any) -> None:
+    def __init__(self, config: HeartbeatConfig, store: Any) -> None:
         """Start the heartbeat's process, and read on rank 0 the port at which the others reach it."""
         self._store = store
         self.limit_seconds, self.port = config.limit_seconds, config.port
         self.lost: LostRankError | None = None
         self._count, self._step, self._owner = 0, 0, os.getpid()
         self._is_waiting, self._in_step, self._since = False, False, time.perf_counter()
-        self._work, self._between = 0.0, 0.0
+        self._step_seconds, self._between_seconds = 0.0, 0.0
         self.stragglers: list[Straggler] = []
         self._verdict_event, self._known_event = threading.Event(), threading.Event()
         with _shared_memory() as file:
@@ -95,9 +95,9 @@ class HeartbeatClient:
             command = [sys.executable, "-I", "-S", str(pathlib.Path(_beats.__file__)), words]
             self._process = subprocess.Popen(command, stdin=-1, stdout=-1, pass_fds=[file])
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         if config.rank == 0:
-            self.port = json.loads(self._from.readline() or '{"port": 0}')["port"]
+            self.port = json.loads(self._stdout.readline() or '{"port": 0}')["port"]
             self._known_event.set()
         threading.Thread(target=self._listen, daemon=True, name="fzero heartbeat").start()
         self.publish(FIRST_MESH, waiting=True)
@@ -105,18 +105,22 @@ class HeartbeatClient:
     def publish(self, text: str, waiting: bool = False) -> None:
         """Publish what this rank does now, and whether it waits for other ranks there."""
         self._count += 1
+        self._count_time()
+        self._is_waiting = waiting
+        work = (self._step_seconds, self._between_seconds)
+        self._activity[:] = RECORD.pack(self._count, self._step, waiting, *work, text.encode())
+
+    def _count_time(self) -> None:
+        """Count the time since the last call as work within or between steps, unless this rank waited."""
         since, self._since = self._since, time.perf_counter()
         if self._in_step and not self._is_waiting:
-            self._work += self._since - since
+            self._step_seconds += self._since - since
         elif not self._is_waiting:
-            self._between += self._since - since
-        self._is_waiting = waiting
-        work = (self._work, self._between)
-        self._activity[:] = RECORD.pack(self._count, self._step, waiting, *work, text.encode())
+            self._between_seconds += self._since - since
 
     def wait_until_known(self) -> None:
         """Wait until rank 0's heartbeat knows this one, which takes a moment where heartbeats can pass."""
-        self._known_event.wait(_KNOWN_WITHIN)
+        self._known_event.wait(_KNOWN_SECONDS)
 
     def resume(self, step: int) -> None:
         """Publish that the run goes on from a checkpoint, after so many steps."""
@@ -133,6 +137,11 @@ class HeartbeatClient:
         """Publish that a step has ended."""
         self.publish("between steps")
         self._in_step = False
+
+    def leave_step(self) -> None:
+        """Count the time from now on as between steps. A verdict still says what the rank did as an error came."""
+        self._count_time()
+        self._in_step, self._is_waiting = False, False
 
     def find_lost_rank_error(self, error: BaseException) -> LostRankError | None:
         """Return the error that names the lost rank, if `error` comes from a connection to it.
@@ -157,19 +166,19 @@ class HeartbeatClient:
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         self._send(f"bye {' '.join(reason.split())[:200]}")
         with contextlib.suppress(OSError):
-            self._to.close()
+            self._stdin.close()
         if _CURRENT[-1:] == [self]:
             _CURRENT.clear()
 
     def _send(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the heartbeat has ended
-            self._to.write(f"{line}\n".encode())
-            self._to.flush()
+            self._stdin.write(f"{line}\n".encode())
+            self._stdin.flush()
 
     def _listen(self) -> None:
         """Take in what the heartbeat says, until it ends."""
-        with self._from:
-            for line in self._from:
+        with self._stdout:
+            for line in self._stdout:
                 message: dict[str, Any] = json.loads(line)
                 if "notice" in message:
                     _log.warning("%s", message["notice"])
@@ -223,19 +232,21 @@ def start_heartbeat(store: Any, rank: int, size: int, address: str, timeout: flo
             as long. Where the system does not tell what they use, that takes all of it. Endless work at one place takes
             twice as long.
     """
-    key, runs = "fzero/heartbeat", bool(sys.executable)  # a program that embeds Python has none
+    key, can_start = "fzero/heartbeat", bool(sys.executable)  # a program that embeds Python has none
     host, limit = socket.gethostname(), timeout / _LIMIT_DIVISOR
-    config = partial(Config, rank=rank, size=size, host=host, limit_seconds=limit, stall_seconds=timeout, activity_fd=0)
+    config = partial(
+        HeartbeatConfig, rank=rank, size=size, host=host, limit_seconds=limit, stall_seconds=timeout, activity_fd=0
+    )
     if rank == 0:
         secret, where = secrets.token_hex(8), address or host
-        heartbeat = HeartbeatClient(config(world_secret=secret, address=where, port=0), store) if runs else None
+        heartbeat = HeartbeatClient(config(world_secret=secret, address=where, port=0), store) if can_start else None
         port = 0 if heartbeat is None else heartbeat.port
         store.set(key, json.dumps([secret, where, port]))
         if port == 0:
             _log.warning("no heartbeats: rank 0's could not start, so lost ranks are found by torch's timeouts alone")
         return heartbeat if port else None
     secret, where, port = json.loads(store.get(key))
-    return HeartbeatClient(config(world_secret=secret, address=where, port=port), store) if runs and port else None
+    return HeartbeatClient(config(world_secret=secret, address=where, port=port), store) if can_start and port else None
 
 
 def register_heartbeat(heartbeat: HeartbeatClient, group: Any) -> None:
@@ -253,9 +264,13 @@ def find_lost_rank_error(error: BaseException | None) -> LostRankError | None:
 
 
 @contextmanager
-def _in_step(heartbeat: HeartbeatClient, name: str, is_own: bool) -> Iterator[None]:
+def _publish_step(heartbeat: HeartbeatClient, name: str, is_own: bool) -> Iterator[None]:
     heartbeat.begin_step(name, is_own)
-    yield
+    try:
+        yield
+    except BaseException:
+        heartbeat.leave_step()
+        raise
     heartbeat.end_step()
 
 
@@ -265,7 +280,7 @@ _NOTHING = contextlib.nullcontext()
 def publish_step(name: str, is_own: bool = True) -> contextlib.AbstractContextManager[None]:
     """Return a context that publishes that this rank runs a step, or a part of the last one."""
     heartbeat = current_heartbeat()
-    return _NOTHING if heartbeat is None else _in_step(heartbeat, name, is_own)
+    return _NOTHING if heartbeat is None else _publish_step(heartbeat, name, is_own)
 
 
 def resume_at(step: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fzero._liveness import _beats
-from fzero._liveness._beats import RECORD, Config, _Heartbeat, _Process
+from fzero._liveness._beats import RECORD, HeartbeatConfig, _Heartbeat, _Process
 from fzero._liveness._cut_links import Link
 from fzero._liveness._failure_detector import Activity, LostRank
 from fzero._liveness._system import _Usage
@@ -27,7 +27,7 @@ def monitor(monkeypatch):
 
 
 def process(monitor: Any) -> _Process:
-    return _Process(Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, monitor.file))
+    return _Process(HeartbeatConfig(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, monitor.file))
 
 
 def write(monitor: Any, count: int, step: int, waiting: bool, text: str) -> None:
@@ -88,7 +88,7 @@ def test_a_rank_that_waits_for_a_disk_is_not_idle(monitor):
 def heartbeat(activity: Activity, verdict: LostRank | None, raised: bool) -> _Heartbeat:
     heartbeat = object.__new__(_Heartbeat)
     heartbeat.config, heartbeat.verdict, heartbeat.verdict_at, heartbeat.raised = (
-        Config(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, 0),
+        HeartbeatConfig(1, 2, "h", "t", "localhost", 1, 60.0, 300.0, 0),
         verdict,
         100.0,
         raised,

@@ -60,6 +60,21 @@ def test_seconds_of_work_within_and_between_steps_leave_waits_out(heartbeats):
     assert 0.2 <= in_steps < pauses[0] + 0.15 and between >= 0.2
 
 
+@pytest.mark.parametrize("waiting", [False, True])
+def test_after_a_caught_error_time_counts_as_between_steps(heartbeats, monkeypatch, waiting):
+    """The activity at the error stays published, for a verdict."""
+    heartbeat = heartbeats[0]
+    monkeypatch.setattr(_heartbeat_client, "_CURRENT", [heartbeat])
+    with pytest.raises(ValueError, match="a bad batch"), publish_step("train_step"):
+        heartbeat.publish("psum", waiting=waiting)
+        raise ValueError("a bad batch")
+    assert RECORD.unpack(heartbeat._activity[:])[5].rstrip(b"\0") == b"psum"
+    time.sleep(0.2)
+    with publish_step("train_step"):
+        in_steps, between = RECORD.unpack(heartbeat._activity[:])[3:5]
+        assert in_steps < 0.15 and between >= 0.2
+
+
 def test_a_restarted_rank_counts_the_steps_of_its_run(heartbeats, tmp_path, monkeypatch):
     """Those before its checkpoint, too; a part of a step is none."""
     first, second = heartbeats

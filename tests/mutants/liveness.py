@@ -97,8 +97,9 @@ MUTANTS = [
         ),
     ),
     *File("_liveness/_heartbeat_client.py", CLIENT).faults(
-        Fault("a wait counts as work", "HeartbeatClient.publish", dropped("not self._is_waiting")),
+        Fault("a wait counts as work", "HeartbeatClient._count_time", dropped("not self._is_waiting")),
         Fault("a step counts as between steps", "HeartbeatClient.begin_step", skipped("self._in_step = True")),
+        Fault("time after a caught error counts as a step", "_publish_step", skipped("heartbeat.leave_step()")),
     ),
     *File("_liveness/_heartbeat_client.py", CLIENT).faults(
         Fault(
