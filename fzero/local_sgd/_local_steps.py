@@ -370,7 +370,8 @@ def _replica_groups(sharded: ShardedStep, over: Any) -> ReplicaGroups:
         advice = (
             f"did you mean over={others[0]!r}?"
             if others
-            else f"give a replica an axis of its own, even of one rank: fzero.mesh({over}={groups.count}, dp=1)"
+            else "give a replica an axis of its own, even of one rank: "
+            f"fzero.mesh({over}={groups.count}, {'shard' if over == 'dp' else 'dp'}=1)"
         )
         raise ValueError(f"over={over!r} is the only axis of the step's batch on {mesh!r}: {advice}")
     return groups

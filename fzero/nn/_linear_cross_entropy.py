@@ -164,8 +164,10 @@ def _check_operands(
             f"labels have the shape {list(labels.shape)}, and hidden {list(hidden.shape)}: expected one label for each "
             "row of hidden; for the next token pass hidden[:, :-1] and tokens[:, 1:]"
         )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
-        raise TypeError(f"labels are {labels.dtype}: expected int64, the number of a class for each token")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"labels are {labels.dtype}: expected int64, the number of a class for each token; labels.long() makes it"
+        )
 
 
 class _TokenSums(NamedTuple):

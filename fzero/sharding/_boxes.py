@@ -282,7 +282,7 @@ class PerRank(_Box):
         return tree.numel(self.value)
 
     def __repr__(self) -> str:
-        text = tree.map(lambda x: format_tensor(x.dtype, x.shape), self.value)
+        text = tree.map(lambda x: format_tensor(x.dtype, x.shape) if isinstance(x, torch.Tensor) else x, self.value)
         return f"PerRank({text}{'' if self.axes is None else f', {self.axes}'})"
 
 

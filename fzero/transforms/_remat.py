@@ -9,7 +9,7 @@ The algorithm has five parts:
    (`_remat_guards`).
 3. This first run records the results of random draws and of selected operations (`_remat_tape`). They become outputs
    of the Function, and inputs of its backward pass.
-4. A derivative is a `_Computation`: the call, and the steps that derive it (`_derivation_steps`). A step is a vjp, a
+4. A derivative is a `Computation`: the call, and the steps that derive it (`_derivation_steps`). A step is a vjp, a
    jvp or a map over a batch. The computation runs the block again inside these transforms, and replays the recording.
 5. The backward pass, the jvp and the vmap rule of the Function apply the same Function to the computation that they
    derive. So every order of differentiation saves only inputs, with `save="host"` in host memory.

@@ -172,6 +172,8 @@ def test_wrong_calls_of_local_sgd_are_refused_with_a_remedy():
         local_steps(sharded, over="node", every=2)
     with pytest.raises(ValueError, match=r"fzero\.mesh\(replica=2, dp=1\)"):
         local_steps(fzero.shard(train_step_of(opt), stage=2, mesh=fzero.mesh(replica=2)), every=2)
+    with pytest.raises(ValueError, match=r"fzero\.mesh\(dp=2, shard=1\)"):
+        local_steps(fzero.shard(train_step_of(opt), stage=2, mesh=fzero.mesh(dp=2)), over="dp", every=2)
     for options, message in (
         ({"every": 0}, "every=0"),
         ({"every": 2, "parts": 3}, "parts=3: expected at most every=2"),

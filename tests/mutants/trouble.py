@@ -26,7 +26,7 @@ MUTANTS = [
     ),
     *File("graph/trace/_python_state.py", MESSAGES).faults(
         Fault("a traced number of random is used in every step", "refuse_python_state", never("A != B[C]")),
-        Fault("a counter of a jitted step stands still", "refuse_python_state", never("A and B and C != D")),
+        Fault("a counter of a jitted step stands still", "refuse_python_state", never("A and B and _differ(C, D)")),
         Fault("a tensor of a trace leaves in a list", "refuse_python_state", never("A and any(B for C in D)")),
     ),
     *File("_torch/tracing.py", MESSAGES).faults(

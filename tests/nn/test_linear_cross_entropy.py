@@ -210,7 +210,7 @@ def test_wrong_arguments_of_linear_cross_entropy_are_refused(name):
         linear_cross_entropy(**{**arguments, **changed})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int16])
 def test_labels_that_are_no_integers_are_named(dtype):
     with pytest.raises(TypeError, match=re.escape(f"labels are {dtype}: expected int64")):
         linear_cross_entropy(normal(4, WIDTH), WEIGHT, torch.zeros(4, dtype=dtype))

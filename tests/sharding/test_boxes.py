@@ -41,3 +41,7 @@ def test_reading_the_shape_or_dtype_of_a_donated_box_raises():
     for ask in (lambda x: x.shape, lambda x: x.dtype, lambda x: x.numel(), lambda x: x.full_numel()):
         with pytest.raises(fzero.errors.DonatedError):
             ask(params["w"])
+
+
+def test_a_box_in_a_box_has_a_text():
+    assert repr(fzero.PerRank(fzero.PerRank(torch.zeros(2)))) == "PerRank(PerRank(float32 [2]))"

@@ -45,8 +45,9 @@ def estimate_seconds(graph: Graph, hardware: Hardware | None = None, first: bool
 
     Args:
         graph: a step, or the body of a loop.
-        hardware: what the graph runs on; if its `host` is 0, the host's work and copies are not counted. By default
-            common hardware of the kind that the values lie on; a CPU then does the host's work itself.
+        hardware: what the graph runs on; if its `host_memory_bandwidth` is 0, the host's work and copies are not
+            counted. By default common hardware of the kind that the values lie on; a CPU then does the host's work
+            itself.
         first: whether the graph is a loop's first iteration, for which no earlier one has started a reduction.
     """
     clocks = _Clocks(graph, hardware)

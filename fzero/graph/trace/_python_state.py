@@ -37,12 +37,17 @@ def refuse_python_state(name: str, f: Callable[..., Any]) -> Iterator[None]:
                 f"fzero.jit: {name} puts a tensor into the list {key!r}, and Python runs only while the step is "
                 "traced, where tensors have no values: return the tensor as a result of the step"
             )
-        if isinstance(value, int | float | str) and isinstance(before, int | float | str) and value != before:
+        if isinstance(value, int | float | str) and isinstance(before, int | float | str) and _differ(before, value):
             raise RuntimeError(
                 f"fzero.jit: {name} changes the variable {key!r}, from {before!r} to {value!r}, and Python runs only "
                 "while the step is traced, so later steps would read the old value: make it a tensor, an argument and "
                 "a result of the step"
             )
+
+
+def _differ(a: float | str, b: float | str) -> bool:
+    """Return whether two plain values differ; nan, which differs from itself, is one value."""
+    return a != b and not (a != a and b != b)
 
 
 def _function_variables(f: Callable[..., Any]) -> dict[str, Any]:

@@ -69,8 +69,9 @@ class Reliability:
             value, above = getattr(self, name), name in ("device_mtbf_seconds", "slow_mtbf_seconds")
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
             if not is_number or value < least.get(name, 0.0) or (not value if above else value == math.inf):
+                unit = "a factor" if name == "slow_factor" else "a number of seconds"
                 raise ValueError(
-                    f"Reliability: {name}={value!r}: expected a number of seconds "
+                    f"Reliability: {name}={value!r}: expected {unit} "
                     f"{'above 0' if above else f'of at least {least.get(name, 0.0):g}'}"
                 )
         check_int("devices_lost", self.devices_lost)

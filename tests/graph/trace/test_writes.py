@@ -195,3 +195,9 @@ def test_a_copy_of_a_captured_tensor_may_be_written_into():
     gradient = torch.func.grad(loss)
     torch.testing.assert_close(fzero.jit(gradient, backend="fx")(torch.ones(3), x), gradient(torch.ones(3), x))
     assert torch.equal(mean, before)
+
+
+def test_a_global_nan_does_not_count_as_changed():
+    limit = float("nan")
+    step = fzero.jit(lambda x: torch.where(x > 0, x, limit), backend="fx")
+    assert step(torch.tensor([1.0, -1.0])).isnan().tolist() == [False, True]

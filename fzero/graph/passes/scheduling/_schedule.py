@@ -12,7 +12,7 @@ This is list scheduling: nodes are appended to a list one by one, each after the
    before the next unit's are computed. It waits until the next work is about to take memory, since cheap work may free
    a gathered unit first. A write into an argument counts as early, and needs all readers of the argument.
 5. Postpone the wait for an early collective while no more than `in_flight` are in flight. Each holds its operand.
-6. To start gathers ahead, find in this list where each may start (`_next_gathers`, `_fit_prefetches`), and list again.
+6. To start gathers ahead, find in this list where each may start (`next_gathers`, `fit_prefetches`), and list again.
 7. Put the host's computations after all the device's work (`_move_host_last`).
 """
 
