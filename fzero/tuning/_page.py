@@ -57,15 +57,15 @@ def _case_fields(case: Case) -> dict[str, Any]:
         "best": str(best) if best else "nothing fits",
         "recipe": recipe(best.config) if best else "",
         "notes": [*[f"rule {verdict}" for verdict in table.rules()], *notes(table), *list_warnings(table)],
-        "budget": table.budget,
+        "budget": table.budget_bytes,
         "axes": axes_shown(table),
-        "rows": [_page_row(r, table.budget) for r in [*table.fitting, *table.too_large]],
+        "rows": [_page_row(r, table.budget_bytes) for r in [*table.fitting, *table.too_large]],
         "timeline": over_time[0],
         "streams": over_time[1],
     }
 
 
-def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
+def _page_row(row: TableRow, budget_bytes: float) -> dict[str, Any]:
     """Return what the page shows of a row, as JSON."""
     c = row.config
     return {
@@ -82,7 +82,7 @@ def _page_row(row: TableRow, budget: float) -> dict[str, Any]:
         "traffic": sum(row.traffic_bytes.values()),
         "along": row.traffic_bytes,
         "host": row.host_bytes,
-        "over": max(row.peak_bytes - budget, 0),
+        "over": max(row.peak_bytes - budget_bytes, 0),
         "rough": not row.in_full,
         "device": row.device_bytes,
         "limits": row.limits,

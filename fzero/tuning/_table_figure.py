@@ -20,7 +20,7 @@ def draw(table: "ConfigurationTable") -> Any:
     axes: Any = figure.subplots()
     for stage in sorted({r.config.stage for r in table.rows}):
         for fits, color in ((True, "C0"), (False, "0.7")):
-            rows = [r for r in table.rows if r.config.stage == stage and (r.peak_bytes <= table.budget) == fits]
+            rows = [r for r in table.rows if r.config.stage == stage and (r.peak_bytes <= table.budget_bytes) == fits]
             fitting = any(r.config.stage == stage for r in table.fitting)
             label = f"stage {stage}" if fits == fitting else None
             x, y = [r.seconds for r in rows], [r.peak_bytes / 1e9 for r in rows]
@@ -28,11 +28,11 @@ def draw(table: "ConfigurationTable") -> Any:
     frontier = table.frontier
     line = [r.seconds for r in frontier], [r.peak_bytes / 1e9 for r in frontier]
     axes.plot(*line, color="C1", linewidth=1, label="none is both faster and smaller", zorder=0)
-    axes.axhline(table.budget / 1e9, color="C3", linestyle="--", linewidth=1)
+    axes.axhline(table.budget_bytes / 1e9, color="C3", linestyle="--", linewidth=1)
     axes.text(
         1,
-        table.budget / 1e9,
-        f"{format_bytes(table.budget)} ",
+        table.budget_bytes / 1e9,
+        f"{format_bytes(table.budget_bytes)} ",
         color="C3",
         va="bottom",
         ha="right",

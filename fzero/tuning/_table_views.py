@@ -68,9 +68,9 @@ def render(table: "ConfigurationTable") -> Any:
 
 def headline(table: "ConfigurationTable") -> str:
     """Return a line on how many configurations fit the budget."""
-    remark = f" ({format_bytes(table.memory)} less a margin)" if table.memory not in (None, table.budget) else ""
+    remark = f" ({format_bytes(table.memory)} less a margin)" if table.memory not in (None, table.budget_bytes) else ""
     total = len(table.rows) + len(table.skipped) + len(table.unplanned)
-    budget = format_bytes(table.budget)
+    budget = format_bytes(table.budget_bytes)
     return f"{len(table.fitting)} of {total} configurations fit {budget}{remark} of {table.machine.name}"
 
 
@@ -113,7 +113,7 @@ def _notes_on_unplanned(table: "ConfigurationTable") -> list[str]:
     count, left = len(table.unplanned), table.left_out
     if not count:
         return []
-    large = sum([x.bounds.bytes > table.budget for x in table.unplanned])
+    large = sum([x.bounds.bytes > table.budget_bytes for x in table.unplanned])
     lines = [f"not planned: {large} that surely do not fit, and {count - large - len(left)} that are surely slower"]
     if not left:
         return lines
@@ -135,7 +135,7 @@ def _rich_table(table: "ConfigurationTable") -> Any:
         grid.add_column(name, justify="left" if left else "right", no_wrap=True)
     fits, misses = table.fitting, table.too_large
     for row in [*fits[:_MAX_FITS], *misses[:_MAX_MISSES]]:
-        over = row.peak_bytes - table.budget
+        over = row.peak_bytes - table.budget_bytes
         if over > 0:
             verdict, style = f"{format_bytes(over)} too much", "dim"
         else:

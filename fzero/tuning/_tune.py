@@ -72,7 +72,7 @@ class ConfigurationTable(FigureReport):
         skipped: configurations that were not planned: one that needs no more memory already does not fit.
         machine: the machine that the rows are planned for.
         memory: the argument `memory` of `fzero.tune`: bytes of a device, or None.
-        budget: the bytes of a device that a plan may use.
+        budget_bytes: the bytes of a device that a plan may use.
         unplanned: with `max_rows`, configurations that were not planned, with what they take and hold at least.
     """
 
@@ -80,24 +80,26 @@ class ConfigurationTable(FigureReport):
     skipped: tuple[SkippedConfiguration, ...]
     machine: Machine
     memory: float | None
-    budget: float
+    budget_bytes: float
     unplanned: tuple[UnplannedConfiguration, ...] = ()
 
     @property
     def left_out(self) -> list[UnplannedConfiguration]:
         """The configurations of `unplanned` that may fit and may be faster than the best row, by their bounds."""
         fastest = self.fitting[0].seconds if self.fitting else math.inf
-        return [x for x in self.unplanned if x.bounds.bytes <= self.budget and x.bounds.seconds < fastest]
+        return [x for x in self.unplanned if x.bounds.bytes <= self.budget_bytes and x.bounds.seconds < fastest]
 
     @property
     def fitting(self) -> list[TableRow]:
         """The rows that fit, the fastest first."""
-        return _sort_by_time([r for r in self.rows if r.peak_bytes <= self.budget])
+        return _sort_by_time([r for r in self.rows if r.peak_bytes <= self.budget_bytes])
 
     @property
     def too_large(self) -> list[TableRow]:
         """The rows that do not fit, the smallest first."""
-        return sorted([r for r in self.rows if r.peak_bytes > self.budget], key=lambda r: (r.peak_bytes, r.seconds))
+        return sorted(
+            [r for r in self.rows if r.peak_bytes > self.budget_bytes], key=lambda r: (r.peak_bytes, r.seconds)
+        )
 
     @property
     def frontier(self) -> list[TableRow]:
@@ -120,7 +122,7 @@ class ConfigurationTable(FigureReport):
         faster = [r for r in self.too_large if r.seconds < row.seconds]
         if not faster:
             return BestRow(row, "No planned configuration is faster")
-        excess, largest = faster[0].peak_bytes - self.budget, _largest_kind(faster[0])
+        excess, largest = faster[0].peak_bytes - self.budget_bytes, _largest_kind(faster[0])
         return BestRow(
             row,
             f"Of {len(faster)} faster configurations that do not fit, the smallest, {faster[0].config}, is "
@@ -163,7 +165,7 @@ class ConfigurationTable(FigureReport):
             Gradients are summed in bfloat16; the row sums them in float32.
         """
         check_choice("system", system, tuple(EXPORTS))
-        run = PlannedRun(row or self.best().row, self.machine, budget=self.budget)
+        run = PlannedRun(row or self.best().row, self.machine, budget_bytes=self.budget_bytes)
         if isinstance(make_step, ModelStep):
             activations = partial(activation_bytes, make_step, self.machine)
             run = replace(run, shape=make_step.shape, length=make_step.length, activations=activations)
@@ -186,8 +188,8 @@ class ConfigurationTable(FigureReport):
         ]
         parts = ", ".join([f"{format_bytes(n)} of {kind}" for kind, n in _bytes_by_kind(row)[:3]])
         return (
-            f"no configuration fits {format_bytes(self.budget)}: the smallest, {c}, takes "
-            f"{format_bytes(row.peak_bytes)}, {format_bytes(row.peak_bytes - self.budget)} too much: {parts}. "
+            f"no configuration fits {format_bytes(self.budget_bytes)}: the smallest, {c}, takes "
+            f"{format_bytes(row.peak_bytes)}, {format_bytes(row.peak_bytes - self.budget_bytes)} too much: {parts}. "
             f"Try {', or '.join([x for y, x in remedies if y])}"
         )
 
@@ -207,7 +209,7 @@ class ConfigurationTable(FigureReport):
 
     def records(self) -> list[dict[str, Any]]:
         """List the rows as flat dictionaries: the records that `to_csv` writes."""
-        return [_row_record(row, self.budget, self._select_settings) for row in [*self.fitting, *self.too_large]]
+        return [_row_record(row, self.budget_bytes, self._select_settings) for row in [*self.fitting, *self.too_large]]
 
     @property
     def _select_settings(self) -> _SettingsFilter:
@@ -227,7 +229,7 @@ class ConfigurationTable(FigureReport):
 
     def to_json(self) -> str:
         """Return the table as JSON, with the machine's constants and the skipped configurations."""
-        head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget}
+        head = {"machine": asdict(self.machine), "memory": self.memory, "budget": self.budget_bytes}
         select = self._select_settings
         skipped = [{name: select(asdict(c)) for name, c in s._asdict().items()} for s in self.skipped]
         best = {"config": select(asdict(self.best().config)), "reason": self.best().reason} if self.fitting else None
@@ -272,11 +274,11 @@ def _largest_kind(row: TableRow) -> str:
     return f"{format_bytes(size)} of {kind}"
 
 
-def _row_record(row: TableRow, budget: float, select: _SettingsFilter) -> dict[str, Any]:
+def _row_record(row: TableRow, budget_bytes: float, select: _SettingsFilter) -> dict[str, Any]:
     return {
         **select(asdict(row.config)),
         "peak_bytes": row.peak_bytes,
-        "over_bytes": max(row.peak_bytes - budget, 0),
+        "over_bytes": max(row.peak_bytes - budget_bytes, 0),
         "seconds": row.seconds,
         "host_bytes": row.host_bytes,
         "flops": row.flops,
@@ -444,18 +446,18 @@ def tune(
     if on_result is not None:
         check_callable("on_result", on_result, "a function of a row")
     bounds_of = None if max_rows is None else _make_bounds(make_step, machine, check_int("max_rows", max_rows))
-    budget = _compute_budget(machine, memory, margin)
+    budget_bytes = _compute_budget(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
     planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
     rows, skipped, unplanned = plan_rows(
-        space, planner, budget, workers=workers, bounds_of=bounds_of, max_rows=max_rows, on_result=on_result
+        space, planner, budget_bytes, workers=workers, bounds_of=bounds_of, max_rows=max_rows, on_result=on_result
     )
     return ConfigurationTable(
         rows=tuple(rows),
         skipped=tuple(skipped),
         machine=machine,
         memory=memory,
-        budget=budget,
+        budget_bytes=budget_bytes,
         unplanned=tuple(unplanned),
     )
 

@@ -194,7 +194,7 @@ def _local_sgd_line(args: argparse.Namespace, table: ConfigurationTable, shape: 
         raise ValueError("--local-steps counts the parameters of models by name; plan the step of one replica instead")
     ranks = args.world // args.replicas
     elements = sum([x.numel() for x in tree.tensors(init(shape, args.depth or shape.depth))])
-    memory = table.budget - state_bytes(elements, ranks)
+    memory = table.budget_bytes - state_bytes(elements, ranks)
     one = {"world": ranks, "batch": args.batch // args.replicas, "host": (1,), "memory": memory, "margin": 0.0}
     inner = _plan_case(argparse.Namespace(**{**vars(args), **one}))[0].table
     if not inner.fitting:

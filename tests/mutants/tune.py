@@ -35,7 +35,9 @@ MUTANTS = [
     ),
     *File("tuning/_tune.py", TUNE).faults(
         Fault(
-            "the best configuration may exceed the budget", "ConfigurationTable.fitting", always("A.B <= self.budget")
+            "the best configuration may exceed the budget",
+            "ConfigurationTable.fitting",
+            always("A.B <= self.budget_bytes"),
         ),
         Fault(
             "the best configuration is the smallest, not the fastest",
@@ -55,7 +57,11 @@ MUTANTS = [
         ),
     ),
     *File("tuning/search/_search.py", TUNE).faults(
-        Fault("a configuration that fits is skipped", "is_surely_too_large", returns("row.peak_bytes > 0.8 * budget")),
+        Fault(
+            "a configuration that fits is skipped",
+            "is_surely_too_large",
+            returns("row.peak_bytes > 0.8 * budget_bytes"),
+        ),
         Fault("configurations that cannot fit are planned", "is_surely_too_large", returns("False")),
         Fault("no row is planned in full", "refine", becomes("not A.B", "False")),
         Fault(

@@ -270,7 +270,7 @@ def test_a_table_of_all_axes_shows_every_digit(table):
     names = ("dp", "dp,ep", "ep", "dp,cp", "cp", "tp", "pp", "dp,cp,tp")
     row = table.rows[0]
     large = replace(row, config=replace(row.config, **axes), traffic_bytes=dict.fromkeys(names, 123.4e9))
-    text = str(replace(table, rows=(row, large), budget=1.0))
+    text = str(replace(table, rows=(row, large), budget_bytes=1.0))
     assert "…" not in text and "over dp,cp,tp" in text and text.count("123.4 GB") == len(names)
 
 
@@ -405,7 +405,7 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch):
 
 def test_a_search_that_fits_nothing_advises_further_axes(table):
     with pytest.raises(ValueError, match=r"Try .*or cp=2, .* each sequence, or pp=2, a pipeline, or more ranks$"):
-        replace(table, budget=1.0).best()
-    one = replace(table, budget=1.0, rows=tuple([r for r in table.rows if r.config.tp == r.config.pp == 1]))
+        replace(table, budget_bytes=1.0).best()
+    one = replace(table, budget_bytes=1.0, rows=tuple([r for r in table.rows if r.config.tp == r.config.pp == 1]))
     with pytest.raises(ValueError, match=r"or tp=2, .* each matrix, or cp=2, .* or pp=2, a pipeline, or more"):
         one.best()

@@ -120,9 +120,9 @@ def test_a_broken_rule_lists_bytes_by_axis():
 
 def test_rules_compare_fitting_rows_that_differ_in_one_setting():
     assert STAGE not in judge(row(1.0, stage=2), row(2.0, stage=1, remat=True))
-    table = ConfigurationTable((row(1.0, stage=2), row(2.0, stage=1)), (), H100, None, budget=2e9)
+    table = ConfigurationTable((row(1.0, stage=2), row(2.0, stage=1)), (), H100, None, budget_bytes=2e9)
     assert {v.rule for v in table.rules()} == {SETTINGS, STAGE}
     assert f"rule not kept: {STAGE}: stage 1" in str(table).replace("\n", " ") and f"rule kept: {SETTINGS}" in str(
         table
     )
-    assert replace(table, budget=1.0).rules() == []
+    assert replace(table, budget_bytes=1.0).rules() == []

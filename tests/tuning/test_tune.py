@@ -148,12 +148,12 @@ def test_the_reason_of_the_best_row_names_the_memory_that_the_next_faster_lacks(
         replace(r, seconds=s, device_bytes={"activations": n, "gradients": 5e8})
         for r, s, n in zip(of.values(), (3.0, 2.0, 1.0), (1e9, 2e9, 4e9), strict=True)
     )
-    table = replace(try_all(), rows=(huge, small, large), budget=2e9)
+    table = replace(try_all(), rows=(huge, small, large), budget_bytes=2e9)
     assert table.best().row == small and table.frontier == [huge, large, small]
     said = f"Of 2 faster configurations that do not fit, the smallest, {large.config}, is 500.0 MB too large: "
     said += "it holds 2.0 GB of activations"
     assert table.best().reason == said
-    assert replace(table, budget=1e10).best().reason == "No planned configuration is faster"
+    assert replace(table, budget_bytes=1e10).best().reason == "No planned configuration is faster"
 
 
 def test_a_table_of_plans_draws_a_picture(tmp_path):
@@ -192,7 +192,7 @@ def test_updates_on_the_host_take_the_time_of_its_memory_and_link():
 def test_a_card_keeps_a_margin_and_a_machine_its_own():
     asked = {**SPACE, "machine": "H100", "stages": (3,), "remat": (True,), "micro_batches": (64,)}
     tables = [fzero.tune(lambda c: planned(c), **asked, **more) for more in ({"memory": 80e9}, {})]
-    assert [t.budget for t in tables] == [0.93 * 80e9, H100.device_bytes]
+    assert [t.budget_bytes for t in tables] == [0.93 * 80e9, H100.device_bytes]
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

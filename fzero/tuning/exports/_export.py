@@ -24,7 +24,7 @@ class PlannedRun:
         machine: the machine that the row was planned for.
         shape: the sizes of the model; None for a model of the user's own `make_step`.
         length: the tokens of a sequence; None as for `shape`.
-        budget: the bytes of a device that a plan may use.
+        budget_bytes: the bytes of a device that a plan may use.
         activations: a function that returns the bytes of activations of an eager system in a configuration; None where
             the model is not known.
     """
@@ -33,7 +33,7 @@ class PlannedRun:
     machine: Machine
     shape: ModelShape | None = None
     length: int | None = None
-    budget: float = 0.0
+    budget_bytes: float = 0.0
     activations: Callable[[Configuration], float] | None = None
 
     @property
@@ -99,7 +99,7 @@ def make_export(
         peak: the bytes that the system is expected to hold; None if that is not known.
         comments: whether the format has comments.
     """
-    fits = None if peak is None else peak <= run.budget
+    fits = None if peak is None else peak <= run.budget_bytes
     if peak is not None:
         differences = [_peak_expectation(run, system, peak), *differences]
     lines = [f"{system}. Written by fzero plan.", run.title, *differences]
@@ -111,7 +111,7 @@ def make_export(
 
 def _peak_expectation(run: PlannedRun, system: str, peak: float) -> str:
     name = system.split(",")[0].split(" ")[0]
-    verdict = "fits" if peak <= run.budget else f"does not fit, by {format_bytes(peak - run.budget)}"
+    verdict = "fits" if peak <= run.budget_bytes else f"does not fit, by {format_bytes(peak - run.budget_bytes)}"
     return (
         f"{name} is expected to hold {format_bytes(peak)} on a device, where fzero holds "
         f"{format_bytes(run.row.peak_bytes)}: it {verdict}."

@@ -77,18 +77,18 @@ def calibrate(seconds: float = 5.0) -> Machine:
     device = local_accelerator() or torch.device("cpu")
     devices = max(torch.accelerator.device_count(), 1)
     local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    budget = seconds / 8
-    speeds = {dtype: _slowest_of_ranks(product_speed(dtype, device, budget)) for dtype in _DTYPES}
-    small = {dtype: -_slowest_of_ranks(-small_seconds(dtype, device, budget / 2)) for dtype in _DTYPES}
+    measure_seconds = seconds / 8
+    speeds = {dtype: _slowest_of_ranks(product_speed(dtype, device, measure_seconds)) for dtype in _DTYPES}
+    small = {dtype: -_slowest_of_ranks(-small_seconds(dtype, device, measure_seconds / 2)) for dtype in _DTYPES}
     float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
     constants = {
         "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
         "float32_slowdown": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
-        "memory_bandwidth": (copy := _slowest_of_ranks(copy_speed(device, budget)), "measured: a copy"),
+        "memory_bandwidth": (copy := _slowest_of_ranks(copy_speed(device, measure_seconds)), "measured: a copy"),
         "launch_seconds": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
-    constants |= _measure_host(device, copy, local_ranks, budget)
+    constants |= _measure_host(device, copy, local_ranks, measure_seconds)
     if ranks is not None and ranks.size > 1:
         constants |= _measure_links(device, local_ranks, ranks.size)
     return _make_machine(device, constants)
@@ -107,14 +107,16 @@ def _slowest_of_ranks(speed: float) -> float:
     return min(speeds)
 
 
-def _measure_host(device: torch.device, copy: float, local_ranks: int, budget: float) -> dict[str, tuple[float, str]]:
+def _measure_host(
+    device: torch.device, copy: float, local_ranks: int, measure_seconds: float
+) -> dict[str, tuple[float, str]]:
     """Measure the host's memory, and the copies between host and device."""
     if device.type == "cpu":
         link = (copy, "measured: a copy within host memory")
         host = (copy * local_ranks, "measured: a copy, by all ranks of this machine")
         return {"host_link_bandwidth": link, "host_memory_bandwidth": host}
-    share = _slowest_of_ranks(copy_speed(torch.device("cpu"), budget)) * local_ranks
-    link = _slowest_of_ranks(bytes_to_host(device, budget))
+    share = _slowest_of_ranks(copy_speed(torch.device("cpu"), measure_seconds)) * local_ranks
+    link = _slowest_of_ranks(bytes_to_host(device, measure_seconds))
     return {
         "host_link_bandwidth": (link, "measured: pinned memory, the slower direction"),
         "host_memory_bandwidth": (share, "measured: a copy on the host, by all ranks of this machine"),

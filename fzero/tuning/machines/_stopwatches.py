@@ -16,13 +16,13 @@ __all__ = ["bytes_to_host", "copy_speed", "gather_seconds", "measure_message_sec
 _GROUP_OPERATIONS = 20  # small operations between two readings of the clock
 
 
-def _median_seconds(f: Callable[[], Any], device: torch.device, budget: float, group: int = 1) -> float:
-    """Return the median seconds of a call, over as many calls as fit the budget, and at least one.
+def _median_seconds(f: Callable[[], Any], device: torch.device, measure_seconds: float, group: int = 1) -> float:
+    """Return the median seconds of a call, over as many calls as fit `measure_seconds`, and at least one.
 
     Args:
         f: the function to call. A first call is not counted.
         device: the device whose work is waited for.
-        budget: the seconds to spend.
+        measure_seconds: the seconds in which calls begin.
         group: how many calls there are between two readings of the clock.
     """
 
@@ -35,40 +35,40 @@ def _median_seconds(f: Callable[[], Any], device: torch.device, budget: float, g
 
     run(1)
     samples = []
-    deadline = time.perf_counter() + budget
+    deadline = time.perf_counter() + measure_seconds
     while not samples or time.perf_counter() < deadline:
         samples.append(run(group))
     return statistics.median(samples)
 
 
-def product_speed(dtype: torch.dtype, device: torch.device, budget: float) -> float:
+def product_speed(dtype: torch.dtype, device: torch.device, measure_seconds: float) -> float:
     """Return the floating-point operations a second of a product of square matrices."""
     n = 4096 if is_accelerator(device) else 512  # half precision without hardware support takes 0.3 s at 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * n**3 / _median_seconds(lambda: torch.mm(a, b, out=out), device, budget)
+    return 2 * n**3 / _median_seconds(lambda: torch.mm(a, b, out=out), device, measure_seconds)
 
 
-def copy_speed(device: torch.device, budget: float) -> float:
+def copy_speed(device: torch.device, measure_seconds: float) -> float:
     """Return the bytes a second that a copy of 64 MB (256 MB on a GPU) reads and writes."""
     a = torch.zeros((64 if device.type == "cpu" else 256) << 18, device=device)
     b = torch.empty_like(a)
-    return 2 * 4 * a.numel() / _median_seconds(lambda: b.copy_(a), device, budget)
+    return 2 * 4 * a.numel() / _median_seconds(lambda: b.copy_(a), device, measure_seconds)
 
 
-def small_seconds(dtype: torch.dtype, device: torch.device, budget: float) -> float:
+def small_seconds(dtype: torch.dtype, device: torch.device, measure_seconds: float) -> float:
     """Return the seconds of an operation on a few elements."""
     a = torch.zeros(16, dtype=dtype, device=device)
     out = torch.empty_like(a)
-    return _median_seconds(lambda: torch.add(a, a, out=out), device, budget, _GROUP_OPERATIONS)
+    return _median_seconds(lambda: torch.add(a, a, out=out), device, measure_seconds, _GROUP_OPERATIONS)
 
 
-def bytes_to_host(device: torch.device, budget: float) -> float:
+def bytes_to_host(device: torch.device, measure_seconds: float) -> float:
     """Return the bytes a second between a GPU and pinned memory of its host, in the slower direction."""
     host = torch.empty(64 << 18, pin_memory=True, device="cpu")
     on_device = torch.empty_like(host, device=device)
-    up = _median_seconds(lambda: on_device.copy_(host), device, budget / 2)
-    down = _median_seconds(lambda: host.copy_(on_device), device, budget / 2)
+    up = _median_seconds(lambda: on_device.copy_(host), device, measure_seconds / 2)
+    down = _median_seconds(lambda: host.copy_(on_device), device, measure_seconds / 2)
     return 4 * host.numel() / max(up, down)
 
 

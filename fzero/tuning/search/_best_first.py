@@ -27,7 +27,7 @@ class UnplannedConfiguration(NamedTuple):
 
 
 def search_by_bounds(
-    space: SearchSpace, start: Start, budget: float, bounds_of: Callable[[Configuration], Bounds], max_rows: int
+    space: SearchSpace, start: Start, budget_bytes: float, bounds_of: Callable[[Configuration], Bounds], max_rows: int
 ) -> Iterator[TableRow | SkippedConfiguration | UnplannedConfiguration]:
     """Plan the configurations with the least bounds of seconds, until no other can be faster than the best that fits.
 
@@ -36,25 +36,25 @@ def search_by_bounds(
     Args:
         space: the configurations.
         start: begins to plan a configuration.
-        budget: the bytes that a rank may hold.
+        budget_bytes: the bytes that a rank may hold.
         bounds_of: the bounds of a configuration.
         max_rows: the number of rows at which the search ends.
     """
     order = sorted([UnplannedConfiguration(c, bounds_of(c)) for c in space], key=lambda x: x.bounds.seconds)
     rows: list[TableRow] = []
-    if all(x.bounds.bytes > budget for x in order):
+    if all(x.bounds.bytes > budget_bytes for x in order):
         smallest = min(order, key=lambda x: x.bounds.bytes)
         order.remove(smallest)
         rows.append(start(smallest.config).result())
         yield rows[0]
     while order:
         planned: list[Configuration] = []
-        fastest = min([row.seconds for row in rows if row.peak_bytes <= budget], default=math.inf)
+        fastest = min([row.seconds for row in rows if row.peak_bytes <= budget_bytes], default=math.inf)
         while order and len(planned) < min(_AT_ONCE, max_rows - len(rows)):
             x = order.pop(0)
-            too_large = [r.config for r in rows if is_surely_too_large(r, budget)]
+            too_large = [r.config for r in rows if is_surely_too_large(r, budget_bytes)]
             smaller = next((c for c in too_large if x.config.holds_no_less_than(c)), None)
-            if x.bounds.bytes > budget or x.bounds.seconds >= fastest:
+            if x.bounds.bytes > budget_bytes or x.bounds.seconds >= fastest:
                 yield x
             elif smaller is not None:
                 yield SkippedConfiguration(x.config, smaller)

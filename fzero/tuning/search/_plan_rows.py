@@ -17,7 +17,7 @@ __all__ = ["plan_rows"]
 def plan_rows(
     space: SearchSpace,
     planner: ConfigurationPlanner,
-    budget: float,
+    budget_bytes: float,
     workers: int,
     bounds_of: Callable[[Configuration], Bounds] | None,
     max_rows: int | None,
@@ -28,7 +28,7 @@ def plan_rows(
     Args:
         space: the configurations.
         planner: plans one configuration.
-        budget: the bytes that a rank may hold.
+        budget_bytes: the bytes that a rank may hold.
         workers: the number of processes.
         bounds_of: the bounds of a configuration, by which the search is ordered; None for a search by size.
         max_rows: the number of rows at which a search by bounds ends; None without `bounds_of`.
@@ -38,9 +38,9 @@ def plan_rows(
         The rows, the configurations that were skipped, and those that the search did not come to.
     """
     if max_rows is None or bounds_of is None:
-        search = partial(search_rows, space, workers=workers, budget=budget)
+        search = partial(search_rows, space, workers=workers, budget_bytes=budget_bytes)
     else:
-        search = partial(search_by_bounds, space, budget=budget, bounds_of=bounds_of, max_rows=max_rows)
+        search = partial(search_by_bounds, space, budget_bytes=budget_bytes, bounds_of=bounds_of, max_rows=max_rows)
     results: list[TableRow | SkippedConfiguration] = []
     unplanned: list[UnplannedConfiguration] = []
     with open_pool(workers, planner, planner.cached) as start:
@@ -51,5 +51,5 @@ def plan_rows(
             results.append(x)
             if on_result is not None:
                 on_result(x)
-        rows, skipped = sort_results(space, results, budget)
-        return refine(rows, start, budget), skipped, unplanned
+        rows, skipped = sort_results(space, results, budget_bytes)
+        return refine(rows, start, budget_bytes), skipped, unplanned

@@ -30,7 +30,7 @@ class SkippedConfiguration(NamedTuple):
 
 
 def search_rows(
-    space: SearchSpace, start: Start, workers: int, budget: float
+    space: SearchSpace, start: Start, workers: int, budget_bytes: float
 ) -> Iterator[TableRow | SkippedConfiguration]:
     """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
@@ -41,7 +41,7 @@ def search_rows(
         space: the configurations.
         start: begins to plan a configuration.
         workers: how many configurations are planned at once.
-        budget: the bytes that a rank may hold.
+        budget_bytes: the bytes that a rank may hold.
     """
     order = [*space]
     leaner = {c: [x for x in order[:i] if c.holds_no_less_than(x)] for i, c in enumerate(order)}
@@ -56,7 +56,7 @@ def search_rows(
                 yield SkippedConfiguration(c, smaller)
             elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
                 row = started[c].result()
-                too_large[c] = is_surely_too_large(row, budget)
+                too_large[c] = is_surely_too_large(row, budget_bytes)
                 yield row
         undecided = [c for c in undecided if c not in too_large]
         fresh = [c for c in undecided if c not in started]
@@ -68,37 +68,37 @@ def search_rows(
 
 
 def sort_results(
-    space: SearchSpace, results: Iterable[TableRow | SkippedConfiguration], budget: float
+    space: SearchSpace, results: Iterable[TableRow | SkippedConfiguration], budget_bytes: float
 ) -> tuple[list[TableRow], list[SkippedConfiguration]]:
     """Put rows and skipped configurations in the order of the space, the latter with the first smaller one."""
     order_in_space = {c: i for i, c in enumerate(space)}
     parts = sorted(results, key=lambda x: order_in_space[x.config])
     rows = [x for x in parts if isinstance(x, TableRow)]
-    large = [r.config for r in rows if is_surely_too_large(r, budget)]
+    large = [r.config for r in rows if is_surely_too_large(r, budget_bytes)]
     skipped = [x.config for x in parts if isinstance(x, SkippedConfiguration)]
     return rows, [SkippedConfiguration(c, next(x for x in large if c.holds_no_less_than(x))) for c in skipped]
 
 
-def is_surely_too_large(row: TableRow, budget: float) -> bool:
+def is_surely_too_large(row: TableRow, budget_bytes: float) -> bool:
     """Return whether the least peak of a row exceeds the budget, that of an extrapolated row by a margin."""
-    return row.min_peak_bytes > budget * (1 if row.in_full else _BUDGET_TOLERANCE)
+    return row.min_peak_bytes > budget_bytes * (1 if row.in_full else _BUDGET_TOLERANCE)
 
 
-def refine(rows: Sequence[TableRow], start: Start, budget: float) -> list[TableRow]:
+def refine(rows: Sequence[TableRow], start: Start, budget_bytes: float) -> list[TableRow]:
     """Plan rows in full until none that decides about the best row is extrapolated.
 
     These are the fastest three rows that fit, rows as fast that nearly fit, and the smallest row if nothing fits.
     """
     rows = list(rows)
-    while rough := [r for r in _deciding_rows(rows, budget) if not r.in_full]:
+    while rough := [r for r in _deciding_rows(rows, budget_bytes) if not r.in_full]:
         exact = {future.result().config: future.result() for future in [start(r) for r in rough]}
         rows = [exact.get(r.config, r) for r in rows]
     return rows
 
 
-def _deciding_rows(rows: Sequence[TableRow], budget: float) -> list[TableRow]:
+def _deciding_rows(rows: Sequence[TableRow], budget_bytes: float) -> list[TableRow]:
     """List the rows that decide about the best one, as `refine` describes them."""
-    first = sorted([r for r in rows if r.peak_bytes <= budget], key=lambda r: r.seconds)[:_IN_FULL]
+    first = sorted([r for r in rows if r.peak_bytes <= budget_bytes], key=lambda r: r.seconds)[:_IN_FULL]
     slowest = first[-1].seconds if len(first) == _IN_FULL else math.inf
-    near = [r for r in rows if budget < r.peak_bytes <= _BUDGET_TOLERANCE * budget and r.seconds <= slowest]
+    near = [r for r in rows if budget_bytes < r.peak_bytes <= _BUDGET_TOLERANCE * budget_bytes and r.seconds <= slowest]
     return [*first, *near] if first else [*near, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]

@@ -24,7 +24,7 @@ def clock(monkeypatch):
     """A machine whose speeds are known."""
     half = torch.bfloat16
     monkeypatch.setattr(_calibrate, "product_speed", lambda dtype, *_: 8e12 if dtype == half else 2e12)
-    monkeypatch.setattr(_calibrate, "copy_speed", lambda device, budget: 3e10)
+    monkeypatch.setattr(_calibrate, "copy_speed", lambda device, measure_seconds: 3e10)
     monkeypatch.setattr(_calibrate, "small_seconds", lambda dtype, *_: 2e-6 if dtype == half else 1e-6)
 
 
