@@ -463,11 +463,15 @@ MUTANTS = [
             "SimulatedRun._draw_lifetime",
             becomes("A / self.devices", "A"),
         ),
-        Fault("a failure loses no steps", "SimulatedRun._stop", becomes("self.work - A", "0.0")),
+        Fault("a failure loses no steps", "SimulatedRun._stop", becomes("self.work_seconds - A", "0.0")),
         Fault("a save counts before it is complete", "SimulatedRun._fail", becomes("self.now - A", "self.now")),
         Fault("saves that are passed at once take no time", "SimulatedRun._pass_cycles", skipped("A['saves'] += B")),
         Fault("what began before a restart ends after it", "SimulatedRun._if_still", always("A == restarts")),
-        Fault("a repaired host loses work", "SimulatedRun._rejoin", becomes("self.work", "self.committed")),
+        Fault(
+            "a repaired host loses work",
+            "SimulatedRun._rejoin",
+            becomes("self.work_seconds", "self.committed_work_seconds"),
+        ),
         Fault(
             "a failure takes eight devices away",
             "SimulatedRun._present_share",

@@ -83,25 +83,25 @@ class _Saves(NamedTuple):
     """Saves that ended at equal distances.
 
     Attributes:
-        first: the time at which the first one ended.
-        work: the work in the first one.
+        first_end_seconds: the time at which the first one ended.
+        work_seconds: the work in the first one.
         count: how many there are.
-        cycle: the seconds between their ends.
+        cycle_seconds: the seconds between their ends.
         work_between: the work between them.
     """
 
-    first: float
-    work: float
+    first_end_seconds: float
+    work_seconds: float
     count: int
-    cycle: float
+    cycle_seconds: float
     work_between: float
 
     def work_at(self, time: float) -> float | None:
         """Return the work in the last save that ended by a time; None if none did."""
-        if time < self.first:
+        if time < self.first_end_seconds:
             return None
-        index = int((time - self.first) // self.cycle) if self.count > 1 else 0
-        return self.work + min(index, self.count - 1) * self.work_between
+        index = int((time - self.first_end_seconds) // self.cycle_seconds) if self.count > 1 else 0
+        return self.work_seconds + min(index, self.count - 1) * self.work_between
 
 
 @dataclass
@@ -119,14 +119,14 @@ class SimulatedRun:
         events: a heap of future events: the time, the number among all events, and the function.
         event_count: the number of events so far.
         now: the time.
-        work: the work that the state contains.
-        since: the part of it that was done since the last save began.
-        saving: the seconds that a save under way still takes; None if steps run.
+        work_seconds: the work that the state contains.
+        unsaved_work_seconds: the part of it that was done since the last save began.
+        save_seconds_left: the seconds that a save under way still takes; None if steps run.
         saves: the saves since the last restart.
-        committed: the work in the state from which the last restart began.
+        committed_work_seconds: the work in the state from which the last restart began.
         down: the kind of lost time while no steps run; None while they do.
-        slow: how many devices are slow.
-        absent: how many groups of devices are missing.
+        slow_devices: how many devices are slow.
+        absent_groups: how many groups of devices are missing.
         restarts: the number of restarts. What began before one has no effect after it.
     """
 
@@ -140,14 +140,14 @@ class SimulatedRun:
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     event_count: int = 0
     now: float = 0.0
-    work: float = 0.0
-    since: float = 0.0
-    saving: float | None = None
+    work_seconds: float = 0.0
+    unsaved_work_seconds: float = 0.0
+    save_seconds_left: float | None = None
     saves: list[_Saves] = field(default_factory=list)
-    committed: float = 0.0
+    committed_work_seconds: float = 0.0
     down: str | None = None
-    slow: int = 0
-    absent: int = 0
+    slow_devices: int = 0
+    absent_groups: int = 0
     restarts: int = 0
 
     @property
@@ -178,12 +178,12 @@ class SimulatedRun:
     def _present_share(self) -> float:
         """The share of the devices that take part. A failure takes a group away."""
         groups = -(-self.devices // self.reliability.devices_lost)
-        return (groups - self.absent) / groups
+        return (groups - self.absent_groups) / groups
 
     @property
     def _speed(self) -> float:
         """Seconds of work in a second."""
-        return self._present_share / (self.reliability.slow_factor if self.slow else 1.0)
+        return self._present_share / (self.reliability.slow_factor if self.slow_devices else 1.0)
 
     def _advance(self, time: float) -> None:
         """Let the devices work, save or stand still until a time."""
@@ -193,15 +193,15 @@ class SimulatedRun:
             self.now = time
         while self.now < time:
             left = time - self.now
-            if self.saving is not None:
-                self._go_on_saving(min(left, self.saving))
-            elif not self.since and (count := int(left // self._cycle)):
+            if self.save_seconds_left is not None:
+                self._go_on_saving(min(left, self.save_seconds_left))
+            elif not self.unsaved_work_seconds and (count := int(left // self._cycle)):
                 self._pass_cycles(count)
             else:
-                until = (self.save_every_seconds - self.since) / self._speed
+                until = (self.save_every_seconds - self.unsaved_work_seconds) / self._speed
                 self._step(min(left, until))
                 if until <= left:
-                    self.saving, self.since = self.reliability.save_seconds, 0.0
+                    self.save_seconds_left, self.unsaved_work_seconds = self.reliability.save_seconds, 0.0
             if time - self.now < 1e-9 * time:  # a rounding error
                 self.now = time
 
@@ -212,31 +212,45 @@ class SimulatedRun:
 
     def _step(self, seconds: float) -> None:
         gained = seconds * self._speed
-        self.work += gained
-        self.since += gained
+        self.work_seconds += gained
+        self.unsaved_work_seconds += gained
         self.seconds[_USEFUL] += gained
         self.seconds["fewer ranks"] += seconds * (1 - self._present_share)
         self.seconds["slow ranks"] += seconds * self._present_share - gained
         self.now += seconds
 
     def _go_on_saving(self, seconds: float) -> None:
-        assert self.saving is not None
+        assert self.save_seconds_left is not None
         self.seconds["saves"] += seconds
         self.now += seconds
-        self.saving -= seconds
-        if self.saving <= 0:
-            self.saving = None
-            self.saves.append(_Saves(first=self.now, work=self.work, count=1, cycle=0.0, work_between=0.0))
+        self.save_seconds_left -= seconds
+        if self.save_seconds_left <= 0:
+            self.save_seconds_left = None
+            self.saves.append(
+                _Saves(
+                    first_end_seconds=self.now,
+                    work_seconds=self.work_seconds,
+                    count=1,
+                    cycle_seconds=0.0,
+                    work_between=0.0,
+                )
+            )
 
     def _pass_cycles(self, count: int) -> None:
         """Pass as many cycles of steps and a save at once."""
-        begin, work, cycle = self.now, self.work, self._cycle
+        begin, work, cycle = self.now, self.work_seconds, self._cycle
         self._step(count * self.save_every_seconds / self._speed)
-        self.since, self.now = 0.0, begin + count * cycle
+        self.unsaved_work_seconds, self.now = 0.0, begin + count * cycle
         self.seconds["saves"] += count * self.reliability.save_seconds
         between = self.save_every_seconds
         self.saves.append(
-            _Saves(first=begin + cycle, work=work + between, count=count, cycle=cycle, work_between=between)
+            _Saves(
+                first_end_seconds=begin + cycle,
+                work_seconds=work + between,
+                count=count,
+                cycle_seconds=cycle,
+                work_between=between,
+            )
         )
 
     def _if_still(self, act: Callable[[], None]) -> Callable[[], None]:
@@ -251,20 +265,20 @@ class SimulatedRun:
             return  # the device is missing already
         self.failures += 1
         complete = [saves.work_at(self.now - self.reliability.commit_seconds) for saves in self.saves]
-        self._stop(max([work for work in complete if work is not None], default=self.committed))
+        self._stop(max([work for work in complete if work is not None], default=self.committed_work_seconds))
         if self.reliability.repair_seconds:
-            self.absent += 1
+            self.absent_groups += 1
             self._schedule_after(self.reliability.repair_seconds, self._rejoin)
         self.down = "detection"
         self._schedule_after(self.reliability.detection_seconds, self._if_still(self._restart))
 
     def _stop(self, committed: float) -> None:
         """Stop all devices, and return to a state."""
-        lost = self.work - committed
+        lost = self.work_seconds - committed
         self.seconds[_USEFUL] -= lost
         self.seconds["lost steps"] += lost
-        self.work = self.committed = committed
-        self.saving, self.since, self.saves = None, 0.0, []
+        self.work_seconds = self.committed_work_seconds = committed
+        self.save_seconds_left, self.unsaved_work_seconds, self.saves = None, 0.0, []
         self.restarts += 1
 
     def _restart(self) -> None:
@@ -276,15 +290,15 @@ class SimulatedRun:
 
     def _rejoin(self) -> None:
         """Take repaired devices back at the end of a step. The state is kept, so only a restart's time is lost."""
-        self.absent -= 1
+        self.absent_groups -= 1
         if self.down is None:
-            self._stop(self.work)
+            self._stop(self.work_seconds)
             self._restart()
 
     def _become_slow(self) -> None:
         self._schedule_after(self._draw_lifetime(self.reliability.slow_mtbf_seconds), self._become_slow)
-        self.slow += 1
+        self.slow_devices += 1
         self._schedule_after(self.reliability.slow_seconds, self._recover)
 
     def _recover(self) -> None:
-        self.slow -= 1
+        self.slow_devices -= 1

@@ -141,7 +141,7 @@ def test_every_second_of_a_simulated_run_is_counted_once(mtbf, save, commit, tim
     one = SimulatedRun(what_fails, devices, every, horizon, random.Random(seed)).simulate()
     assert sum(one.seconds.values()) == pytest.approx(horizon, rel=1e-6)
     assert all(one.seconds[name] >= -1e-6 for name in (_USEFUL, *LOSSES))
-    assert one.seconds[_USEFUL] == pytest.approx(one.work, abs=1e-3)  # what the state contains at the end
+    assert one.seconds[_USEFUL] == pytest.approx(one.work_seconds, abs=1e-3)  # what the state contains at the end
 
 
 def test_the_simulated_goodput_of_llama_3_matches_its_paper():
