@@ -67,34 +67,34 @@ def store_patience(timeout: float) -> float:
 
 def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     """Answer every hello until all ranks have arrived or the time is over; then publish the outcome."""
-    world = f"fzero/{secrets.token_hex(8)}"
-    absent = _await_ranks(store, world, size, timeout, patience)
-    store.set(f"{world}/absent", str(absent[0]) if absent else "")
+    prefix = f"fzero/{secrets.token_hex(8)}"
+    absent = _await_ranks(store, prefix, size, timeout, patience)
+    store.set(f"{prefix}/absent", str(absent[0]) if absent else "")
     if absent:
-        present = [f"{world}/read/{rank}" for rank in range(1, size) if rank not in absent]
+        present = [f"{prefix}/read/{rank}" for rank in range(1, size) if rank not in absent]
         with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
             if present:
                 store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
         raise MissingRankError(_absent_message(absent[0]))
-    return world
+    return prefix
 
 
-def _await_ranks(store: Any, world: str, size: int, timeout: float, patience: float) -> list[int]:
+def _await_ranks(store: Any, prefix: str, size: int, timeout: float, patience: float) -> list[int]:
     """Answer every hello until all ranks have arrived or the time is over, and return the absent ranks."""
     start = time.monotonic()
     answered: dict[int, bytes] = {}
-    absent, now, came_at, sign_at, has_warned = list(range(1, size)), start, start, start, False
+    absent, now, last_arrival, next_sign, has_warned = list(range(1, size)), start, start, start, False
     while absent:
-        if now >= sign_at:  # before the first answer: who waits for this rank knows that it lives
-            store.set(f"{world}/alive", str(now))
-            sign_at = now + patience / _SIGNS_OF_LIFE
+        if now >= next_sign:  # before the first answer: who waits for this rank knows that it lives
+            store.set(f"{prefix}/alive", str(now))
+            next_sign = now + patience / _SIGNS_OF_LIFE
         for rank in absent:
-            _answer_hello(store, rank, world, answered)
-        left, now = [rank for rank in absent if not store.check([f"{world}/arrived/{rank}"])], time.monotonic()
-        absent, came_at = left, came_at if len(left) == len(absent) else now
-        if absent and now > min(start + timeout, came_at + patience):
+            _answer_hello(store, rank, prefix, answered)
+        still_absent, now = [rank for rank in absent if not store.check([f"{prefix}/arrived/{rank}"])], time.monotonic()
+        absent, last_arrival = still_absent, last_arrival if len(still_absent) == len(absent) else now
+        if absent and now > min(start + timeout, last_arrival + patience):
             break
-        if absent and not has_warned and now > came_at + patience / _WARNING_DIVISOR:
+        if absent and not has_warned and now > last_arrival + patience / _WARNING_DIVISOR:
             has_warned = True
             _warn_of_absent(absent, patience)
         time.sleep(_POLL_SECONDS if absent else 0)
@@ -106,12 +106,12 @@ def _warn_of_absent(absent: list[int], patience: float) -> None:
     _log.warning(_NOT_HERE, names, patience / _WARNING_DIVISOR, patience)
 
 
-def _answer_hello(store: Any, rank: int, world: str, answered: dict[int, bytes]) -> None:
+def _answer_hello(store: Any, rank: int, prefix: str, answered: dict[int, bytes]) -> None:
     """Answer a rank's hello, if it is new. A dead rank may have sent it, and never reads the answer."""
     if store.check([f"fzero/hello/{rank}"]):
         hello = store.get(f"fzero/hello/{rank}")
         if answered.get(rank) != hello:
-            store.set(f"fzero/answer/{hello.decode()}", world)
+            store.set(f"fzero/answer/{hello.decode()}", prefix)
             answered[rank] = hello
 
 
@@ -121,26 +121,26 @@ def _as_other_rank(store: Any, rank: int, patience: float) -> str:
     store.set(f"fzero/hello/{rank}", hello)
     message = f"rank {rank} did not reach rank 0"
     try:
-        world = _wait_for(store, f"fzero/answer/{hello}", patience / _WARNING_DIVISOR, patience, message)
+        prefix = _wait_for(store, f"fzero/answer/{hello}", patience / _WARNING_DIVISOR, patience, message)
     except MissingRankError:
         _log.warning(_NOT_HERE, "rank 0", patience / _WARNING_DIVISOR, patience)
-        world = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _WARNING_DIVISOR), patience, message)
-    store.set(f"{world}/arrived/{rank}", "")
-    absent = _await_outcome(store, rank, world, patience)
+        prefix = _wait_for(store, f"fzero/answer/{hello}", patience * (1 - 1 / _WARNING_DIVISOR), patience, message)
+    store.set(f"{prefix}/arrived/{rank}", "")
+    absent = _await_outcome(store, rank, prefix, patience)
     if absent:
-        store.set(f"{world}/read/{rank}", "")
+        store.set(f"{prefix}/read/{rank}", "")
         raise MissingRankError(_absent_message(int(absent)))
-    return world
+    return prefix
 
 
-def _await_outcome(store: Any, rank: int, world: str, patience: float) -> str:
+def _await_outcome(store: Any, rank: int, prefix: str, patience: float) -> str:
     """Wait for the outcome of rank 0 while it gives signs of life; return the absent rank, "" for none."""
     sign, since, message = "", time.monotonic(), f"rank {rank} lost rank 0 during the rendezvous"
     while True:
         try:
-            return _wait_for(store, f"{world}/absent", patience / _SIGNS_OF_LIFE, patience, message)
+            return _wait_for(store, f"{prefix}/absent", patience / _SIGNS_OF_LIFE, patience, message)
         except MissingRankError:
-            newest = _wait_for(store, f"{world}/alive", patience / _SIGNS_OF_LIFE, patience, message)
+            newest = _wait_for(store, f"{prefix}/alive", patience / _SIGNS_OF_LIFE, patience, message)
             if newest == sign and time.monotonic() > since + patience:
                 raise
             sign, since = newest, since if newest == sign else time.monotonic()

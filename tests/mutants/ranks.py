@@ -45,7 +45,7 @@ MUTANTS = [
         ),
         Fault("the log does not say who has not come", "_await_ranks", never("absent and not has_warned and A")),
         Fault("another rank gives up before rank 0 does", "_await_outcome", always("newest == sign and A")),
-        Fault("a late rank is not waited for", "_await_ranks", becomes("came_at if A else now", "came_at")),
+        Fault("a late rank is not waited for", "_await_ranks", becomes("last_arrival if A else now", "last_arrival")),
         Fault(
             "a rank that never comes is waited for",
             "store_patience",
