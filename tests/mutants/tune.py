@@ -349,7 +349,7 @@ MUTANTS = [
             becomes("_BUCKET_ELEMENTS + live", "_BUCKET_ELEMENTS"),
         ),
         Fault("experts count whole on each rank", "sizes_of", becomes("config.ep", "1")),
-        Fault("gradients of earlier micro-batches are left out", "States.peak", bare("A + self.gradients * B")),
+        Fault("gradients of earlier micro-batches are left out", "StateBytes.peak", bare("A + self.gradients * B")),
     ),
     *File("tuning/_recipe.py", PARALLELISM).faults(
         Fault(

@@ -4,7 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
+from fzero.tuning.exports._export import (
+    Export,
+    PlannedRun,
+    applicable_lines,
+    expected_bytes,
+    make_export,
+    unsupported_settings,
+)
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["accelerate"]
@@ -102,7 +109,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         ),
     ]
     after = [(c.precision != "float32", f"Gradients are summed over ranks in {precision}.")]
-    return (*select(before), *unsupported_settings(c, _remedies(run)), *select(after))
+    return (*applicable_lines(before), *unsupported_settings(c, _remedies(run)), *applicable_lines(after))
 
 
 _REMEDIES = {

@@ -8,11 +8,11 @@ from fzero._format import format_bytes
 from fzero._report import Report
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import REMAT_WORDS, Configuration
-from fzero.tuning.exports._peaks import Sizes, States, sizes_of
+from fzero.tuning.exports._peaks import ParameterCounts, StateBytes, sizes_of
 from fzero.tuning.machines import Machine
 from fzero.tuning.models import ModelShape
 
-__all__ = ["Export", "PlannedRun", "expected_bytes", "make_export", "select", "unsupported_settings"]
+__all__ = ["Export", "PlannedRun", "applicable_lines", "expected_bytes", "make_export", "unsupported_settings"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _peak_expectation(run: PlannedRun, system: str, peak: float) -> str:
 
 
 def expected_bytes(
-    run: PlannedRun, states: Callable[[Sizes, Configuration], States], config: Configuration | None = None
+    run: PlannedRun, states: Callable[[ParameterCounts, Configuration], StateBytes], config: Configuration | None = None
 ) -> float | None:
     """Return the bytes that a system is expected to hold at its peak; None where the model is not known.
 
@@ -134,12 +134,12 @@ def expected_bytes(
     return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
-def select(rows: Iterable[str | tuple[Any, str]]) -> list[str]:
+def applicable_lines(rows: Iterable[str | tuple[Any, str]]) -> list[str]:
     """List the lines of a table whose conditions are true, in order; a row is a line, or a condition and its line."""
     return [row if isinstance(row, str) else row[1] for row in rows if isinstance(row, str) or row[0]]
 
 
-_BITS = {  # settings that no system takes from its file, and its behaviour instead
+_UNSUPPORTED_DTYPES = {  # settings that no system takes from its file, and its behaviour instead
     "gather": "parameters are sent in their own dtype",
     "reduce": "gradients are sent in the dtype of the file",
     "float8": "layers multiply in the precision of the file",
@@ -172,5 +172,5 @@ def unsupported_settings(config: Configuration, remedies: Mapping[str, str]) -> 
         "compiled": "the seconds are those of compiled code, which the system must be told to run",
     }
     lines = [f"{values[name]}: {remedy}." for name, remedy in remedies.items() if values[name]]
-    kinds = {name: getattr(config, name) for name in _BITS}
-    return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in _BITS.items() if kinds[name]])
+    kinds = {name: getattr(config, name) for name in _UNSUPPORTED_DTYPES}
+    return (*lines, *[f"{name} {kinds[name]}: {text}." for name, text in _UNSUPPORTED_DTYPES.items() if kinds[name]])

@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from fzero.tuning._search_space import EVERY_SECOND, Configuration
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
+from fzero.tuning.exports._export import (
+    Export,
+    PlannedRun,
+    applicable_lines,
+    expected_bytes,
+    make_export,
+    unsupported_settings,
+)
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["fsdp2"]
@@ -92,7 +99,7 @@ def _shard_model(run: PlannedRun) -> str:
         "    return torch.optim.AdamW(model.parameters(), lr=3e-4)",
         "",
     ]
-    return "\n".join(select(rows))
+    return "\n".join(applicable_lines(rows))
 
 
 def _reshard_setting(config: Configuration) -> bool | int:

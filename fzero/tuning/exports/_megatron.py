@@ -1,7 +1,7 @@
 """Export a row to Megatron-LM: the flags of `pretrain_gpt.py`, as a shell array."""
 
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, make_export, select, unsupported_settings
+from fzero.tuning.exports._export import Export, PlannedRun, applicable_lines, make_export, unsupported_settings
 from fzero.tuning.models import ModelShape
 
 __all__ = ["megatron"]
@@ -67,7 +67,7 @@ def _option_flags(shape: ModelShape) -> list[str]:
             "--moe-pad-expert-input-to-capacity",
         ),
     ]
-    return select(flags)
+    return applicable_lines(flags)
 
 
 def _batch_flags(run: PlannedRun) -> list[str]:

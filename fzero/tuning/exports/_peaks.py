@@ -14,9 +14,9 @@ from fzero.tuning.machines import Machine
 from fzero.tuning.models import TENSOR, ModelShape, ModelStep, init
 from fzero.tuning.search import ConfigurationPlanner, PlanCache
 
-__all__ = ["Sizes", "States", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]
+__all__ = ["ParameterCounts", "StateBytes", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]
 
-_KINDS = ("parameters", "optimizer state", "gradients", "gathered")  # of a plan, in whose place States stand
+_KINDS = ("parameters", "optimizer state", "gradients", "gathered")  # of a plan, in whose place StateBytes stand
 _BUCKET_ELEMENTS = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 _MAX_LIVE = 1_000_000_000  # elements of DeepSpeed's stage3_max_live_parameters
 
@@ -38,7 +38,7 @@ def activation_bytes(make_step: ModelStep, machine: Machine, config: Configurati
     return sum([n for kind, n in row.device_bytes.items() if kind not in _KINDS])
 
 
-class Sizes(NamedTuple):
+class ParameterCounts(NamedTuple):
     """How many parameters a rank has.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     unit: float
 
 
-def sizes_of(shape: ModelShape, config: Configuration) -> Sizes:
+def sizes_of(shape: ModelShape, config: Configuration) -> ParameterCounts:
     """Count the parameters of a rank; of a rank in a pipeline, on average."""
     data_ranks = config.ranks * config.cp
     full: dict[str, float] = {}
@@ -64,10 +64,10 @@ def sizes_of(shape: ModelShape, config: Configuration) -> Sizes:
         sharded += count * copies / data_ranks
         unit = ".".join(path.split(".")[:2]) if path.startswith("blocks") else path
         full[unit] = full.get(unit, 0.0) + count
-    return Sizes(sum(full.values()) / config.pp, sharded / config.pp, max(full.values()))
+    return ParameterCounts(sum(full.values()) / config.pp, sharded / config.pp, max(full.values()))
 
 
-class States(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of a system on a device, besides activations.
 
     Attributes:
@@ -98,7 +98,7 @@ class States(NamedTuple):
         )
 
 
-def fsdp2_states(sizes: Sizes, config: Configuration) -> States:
+def fsdp2_states(sizes: ParameterCounts, config: Configuration) -> StateBytes:
     """Return the states of FSDP2, whose shards are float32 and whose gathers are cast.
 
     At stage 0 all is replicated. Stage 1 holds whole gradients where they are summed over micro-batches.
@@ -110,11 +110,11 @@ def fsdp2_states(sizes: Sizes, config: Configuration) -> States:
         gathered += width * sizes.full / config.axes["dp"]  # a host's shards, from the forward to the backward pass
     gradients = 4 * (sizes.full if config.stage < 2 and config.accumulation > 1 else own)
     if config.offload:  # the update runs on the host
-        return States(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered, update=0.0)
-    return States(parameters=4 * own, gradients=gradients, optimizer=8 * own, buffers=gathered, update=4 * own)
+        return StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered, update=0.0)
+    return StateBytes(parameters=4 * own, gradients=gradients, optimizer=8 * own, buffers=gathered, update=4 * own)
 
 
-def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
+def deepspeed_states(sizes: ParameterCounts, config: Configuration) -> StateBytes:
     """Return the states of DeepSpeed with its default buckets. Its masters are float32 in any precision."""
     width = 4 if config.precision == "float32" else 2
     own = sizes.full if config.stage == 0 else sizes.sharded
@@ -124,7 +124,7 @@ def deepspeed_states(sizes: Sizes, config: Configuration) -> States:
     gradients = width * (sizes.full if config.stage < 2 else own)
     on_host = config.offload if config.stage == 3 else float(config.offload > 0)  # a share only at stage 3
     on_host = on_host if config.stage else 0.0
-    return States(
+    return StateBytes(
         parameters=parameters,
         gradients=gradients,
         optimizer=12 * own * (1 - on_host),

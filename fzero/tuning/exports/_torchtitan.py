@@ -5,7 +5,14 @@ from typing import NamedTuple
 
 from fzero._arguments import check_choice
 from fzero.tuning._search_space import EVERY_SECOND
-from fzero.tuning.exports._export import Export, PlannedRun, expected_bytes, make_export, select, unsupported_settings
+from fzero.tuning.exports._export import (
+    Export,
+    PlannedRun,
+    applicable_lines,
+    expected_bytes,
+    make_export,
+    unsupported_settings,
+)
 from fzero.tuning.exports._peaks import fsdp2_states
 
 __all__ = ["torchtitan"]
@@ -109,7 +116,7 @@ def _apply_plan(run: PlannedRun) -> str:
         "def apply_plan(config: Trainer.Config) -> Trainer.Config:",
         '    """Set a configuration of torchtitan to the row of the plan."""',
         "    training, parallelism = config.training, config.parallelism",
-        *select([(is_set, f"    {setting} = {value}") for setting, value, is_set in table]),
+        *applicable_lines([(is_set, f"    {setting} = {value}") for setting, value, is_set in table]),
         *(_CHUNKED_LOSS if c.chunked_loss else _WHOLE_LOSS),
     ]
     return "\n".join([*lines, "    return config", ""])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration, SearchSpace
 from fzero.tuning.models import Bounds
-from fzero.tuning.search._search import SkippedConfiguration, Start, is_surely_too_large
+from fzero.tuning.search._search import SkippedConfiguration, StartPlan, is_surely_too_large
 
 __all__ = ["UnplannedConfiguration", "search_by_bounds"]
 
@@ -27,7 +27,11 @@ class UnplannedConfiguration(NamedTuple):
 
 
 def search_by_bounds(
-    space: SearchSpace, start: Start, budget_bytes: float, bounds_of: Callable[[Configuration], Bounds], max_rows: int
+    space: SearchSpace,
+    start: StartPlan,
+    budget_bytes: float,
+    bounds_of: Callable[[Configuration], Bounds],
+    max_rows: int,
 ) -> Iterator[TableRow | SkippedConfiguration | UnplannedConfiguration]:
     """Plan the configurations with the least bounds of seconds, until no other can be faster than the best that fits.
 

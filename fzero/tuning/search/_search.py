@@ -8,13 +8,13 @@ from typing import NamedTuple
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import Configuration, SearchSpace
 
-__all__ = ["SkippedConfiguration", "Start", "is_surely_too_large", "refine", "search_rows", "sort_results"]
+__all__ = ["SkippedConfiguration", "StartPlan", "is_surely_too_large", "refine", "search_rows", "sort_results"]
 
 
-_IN_FULL = 3  # how many of the fastest rows that fit are planned as they are
+_FULL_ROWS = 3  # how many of the fastest rows that fit are planned as they are
 _BUDGET_TOLERANCE = 1.05  # an extrapolated row decides nothing if it exceeds the budget by less than this factor
 
-Start = Callable[[Configuration | TableRow], Future[TableRow]]
+StartPlan = Callable[[Configuration | TableRow], Future[TableRow]]
 
 
 class SkippedConfiguration(NamedTuple):
@@ -30,7 +30,7 @@ class SkippedConfiguration(NamedTuple):
 
 
 def search_rows(
-    space: SearchSpace, start: Start, workers: int, budget_bytes: float
+    space: SearchSpace, start: StartPlan, workers: int, budget_bytes: float
 ) -> Iterator[TableRow | SkippedConfiguration]:
     """Plan a space, the smallest configurations first. Skip those that hold no less than one that does not fit.
 
@@ -44,24 +44,25 @@ def search_rows(
         budget_bytes: the bytes that a rank may hold.
     """
     order = [*space]
-    leaner = {c: [x for x in order[:i] if c.holds_no_less_than(x)] for i, c in enumerate(order)}
+    smaller_configs = {c: [x for x in order[:i] if c.holds_no_less_than(x)] for i, c in enumerate(order)}
     too_large: dict[Configuration, bool] = {}  # of the configurations that are decided
     started: dict[Configuration, Future[TableRow]] = {}
     while len(too_large) < len(order):
         undecided = [c for c in order if c not in too_large]
         for c in undecided:
-            smaller = next((x for x in leaner[c] if too_large.get(x)), None)
+            smaller = next((x for x in smaller_configs[c] if too_large.get(x)), None)
             if smaller is not None:
                 too_large[c] = False  # a larger one is skipped by `smaller` as well
                 yield SkippedConfiguration(c, smaller)
-            elif c in started and started[c].done() and all(x in too_large for x in leaner[c]):
+            elif c in started and started[c].done() and all(x in too_large for x in smaller_configs[c]):
                 row = started[c].result()
                 too_large[c] = is_surely_too_large(row, budget_bytes)
                 yield row
         undecided = [c for c in undecided if c not in too_large]
         fresh = [c for c in undecided if c not in started]
         running = [f for f in started.values() if not f.done()]
-        for c in sorted(fresh, key=lambda c: not all(x in too_large for x in leaner[c]))[: workers - len(running)]:
+        fresh.sort(key=lambda c: not all(x in too_large for x in smaller_configs[c]))
+        for c in fresh[: workers - len(running)]:
             started[c] = start(c)
             running.append(started[c])
         wait(running, return_when=FIRST_COMPLETED)
@@ -84,7 +85,7 @@ def is_surely_too_large(row: TableRow, budget_bytes: float) -> bool:
     return row.min_peak_bytes > budget_bytes * (1 if row.in_full else _BUDGET_TOLERANCE)
 
 
-def refine(rows: Sequence[TableRow], start: Start, budget_bytes: float) -> list[TableRow]:
+def refine(rows: Sequence[TableRow], start: StartPlan, budget_bytes: float) -> list[TableRow]:
     """Plan rows in full until none that decides about the best row is extrapolated.
 
     These are the fastest three rows that fit, rows as fast that nearly fit, and the smallest row if nothing fits.
@@ -98,7 +99,7 @@ def refine(rows: Sequence[TableRow], start: Start, budget_bytes: float) -> list[
 
 def _deciding_rows(rows: Sequence[TableRow], budget_bytes: float) -> list[TableRow]:
     """List the rows that decide about the best one, as `refine` describes them."""
-    first = sorted([r for r in rows if r.peak_bytes <= budget_bytes], key=lambda r: r.seconds)[:_IN_FULL]
-    slowest = first[-1].seconds if len(first) == _IN_FULL else math.inf
+    first = sorted([r for r in rows if r.peak_bytes <= budget_bytes], key=lambda r: r.seconds)[:_FULL_ROWS]
+    slowest = first[-1].seconds if len(first) == _FULL_ROWS else math.inf
     near = [r for r in rows if budget_bytes < r.peak_bytes <= _BUDGET_TOLERANCE * budget_bytes and r.seconds <= slowest]
     return [*first, *near] if first else [*near, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]
