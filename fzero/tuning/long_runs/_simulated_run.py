@@ -220,6 +220,7 @@ class SimulatedRun:
         self.now += seconds
 
     def _go_on_saving(self, seconds: float) -> None:
+        """Go on with a save for some seconds, and note it once it ends."""
         assert self.save_seconds_left is not None
         self.seconds["saves"] += seconds
         self.now += seconds
