@@ -34,6 +34,7 @@ __all__ = [
 
 
 def memory_format(name: str) -> torch.memory_format:
+    """Return torch's memory format of this name. A pickled graph has the name, since the object cannot be pickled."""
     return getattr(torch, name)
 
 
@@ -149,6 +150,7 @@ def _metadata_of(stand_ins: Sequence[torch.Tensor]) -> list[TensorMetadata]:
 
 
 def empty_like(metadata: Sequence[TensorMetadata]) -> list[torch.Tensor]:
+    """Make tensors of these shapes, strides, dtypes and devices, with any values: what code is compiled for."""
     return [torch.empty_strided(x[0], x[1], dtype=x[2], device=x[3]) for x in metadata]
 
 

@@ -7,7 +7,7 @@ from fzero.graph import transfer_seconds
 from fzero.tuning._row import TableRow
 from fzero.tuning.machines import Machine
 
-__all__ = ["LocalSgdEstimate", "state_bytes"]
+__all__ = ["LocalSgdEstimate"]
 
 _FLOAT32_BYTES = 4
 _STATES = 2  # the anchor and the outer momentum
@@ -60,8 +60,3 @@ class LocalSgdEstimate:
             f"{format_seconds(self.seconds)} a step, {format_seconds(self.average_seconds / self.every)} of it for the "
             f"average, and {format_bytes(self.peak_bytes)} a device: {self.row.config}"
         )
-
-
-def state_bytes(elements: int, ranks: int) -> float:
-    """Return the bytes of a rank's anchor and outer momentum, in a replica of so many ranks at stages 1 to 3."""
-    return _STATES * _FLOAT32_BYTES * elements / ranks

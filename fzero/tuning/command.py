@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fzero import tree
 from fzero._format import format_bytes, format_seconds
 from fzero.tuning._command_options import AUTO, SEARCH_ROWS, parser
-from fzero.tuning._local_sgd_estimate import LocalSgdEstimate, state_bytes
+from fzero.tuning._local_sgd_estimate import LocalSgdEstimate
 from fzero.tuning._page import Case, page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
@@ -64,7 +64,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
     _check_required(args)
     what_fails = _read_reliability(args)
-    _check_replicas(args)
+    _set_replicas(args)
     options = argparse.Namespace(**vars(args))  # _plan_case sets sizes in `args`
     case, shape = _plan_case(args)
     table, name = case.table, shape.name if shape else args.model
@@ -73,7 +73,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     console.print(table)
     if table.fitting and what_fails:
         console.print(_goodput_line(args, table, what_fails))
-    if table.fitting and args.local_steps:
+    if table.fitting and args.local_steps and shape:
         console.print(_local_sgd_line(options, table, shape), markup=False)
     estimates = _estimate_lines(shape, args) if shape else []
     for line in estimates:
@@ -169,16 +169,18 @@ def _goodput_line(args: argparse.Namespace, table: ConfigurationTable, what_fail
     return f"{result}. So a step takes {average} on average, where {format_seconds(row.seconds)} is planned"
 
 
-def _check_replicas(args: argparse.Namespace) -> None:
-    """Set the number of replicas of local SGD.
+def _set_replicas(args: argparse.Namespace) -> None:
+    """Set the number of replicas of local SGD, before anything is planned.
 
     Raises:
-        ValueError: if they do not divide ranks and batch.
+        ValueError: if they do not divide ranks and batch, or the model is a function of the user's.
     """
     if args.replicas is not None and args.local_steps is None:
         raise ValueError("--replicas needs --local-steps, the steps between two averages: --local-steps 100")
     if args.local_steps is None:
         return
+    if _choose_make_step(args)[1] is None:
+        raise ValueError("--local-steps counts the parameters of models by name; plan the step of one replica instead")
     ranks = int(machine_of(args.machine).ranks)
     args.replicas = args.replicas or max(args.world // ranks, 1)
     if args.replicas < 2 or args.world % args.replicas or args.batch % args.replicas:
@@ -188,24 +190,23 @@ def _check_replicas(args: argparse.Namespace) -> None:
         )
 
 
-def _local_sgd_line(args: argparse.Namespace, table: ConfigurationTable, shape: ModelShape | None) -> str:
+def _local_sgd_line(args: argparse.Namespace, table: ConfigurationTable, shape: ModelShape) -> str:
     """Plan the step of one replica in the memory that the state of local SGD leaves, and compare it in a line."""
-    if shape is None:
-        raise ValueError("--local-steps counts the parameters of models by name; plan the step of one replica instead")
     ranks = args.world // args.replicas
     elements = sum([x.numel() for x in tree.tensors(init(shape, args.depth or shape.depth))])
-    memory = table.budget_bytes - state_bytes(elements, ranks)
-    one = {"world": ranks, "batch": args.batch // args.replicas, "host": (1,), "memory": memory, "margin": 0.0}
-    inner = _plan_case(argparse.Namespace(**{**vars(args), **one}))[0].table
-    if not inner.fitting:
-        return f"local SGD: no step of a replica of {ranks} ranks fits beside the anchor and the outer momentum"
+    one = {"world": ranks, "batch": args.batch // args.replicas, "host": (1,)}
+    rows = _plan_case(argparse.Namespace(**{**vars(args), **one}))[0].table.fitting
     speed = {name: n for name, n in (args.axis_bandwidths or {}).items() if name == "replica"}
     machine = replace(_choose_machine(args), axis_bandwidths=tuple(speed.items()))
-    estimate = LocalSgdEstimate(
-        row=inner.best().row, elements=elements, replicas=args.replicas, every=args.local_steps, machine=machine
-    )
-    seconds = format_seconds(table.best().row.seconds)
-    return f"{estimate}. The best row above takes {seconds}; the losses of the two differ: docs/local_sgd.md"
+    estimates = [
+        LocalSgdEstimate(row=row, elements=elements, replicas=args.replicas, every=args.local_steps, machine=machine)
+        for row in rows
+    ]
+    fitting = [x for x in estimates if x.peak_bytes <= table.budget_bytes]
+    if not fitting:
+        return f"local SGD: no step of a replica of {ranks} ranks fits beside the anchor and the outer momentum"
+    best, seconds = min(fitting, key=lambda x: x.seconds), format_seconds(table.best().row.seconds)
+    return f"{best}. The best row above takes {seconds}; the losses of the two differ: docs/local_sgd.md"
 
 
 def _choose_make_step(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
@@ -253,6 +254,12 @@ def _choose_machine(args: argparse.Namespace) -> Machine:
     """Return the machine, with the bandwidth between hosts that was given."""
     machine = machine_of(args.machine)
     return machine if args.network_bandwidth is None else replace(machine, network_bandwidth=args.network_bandwidth)
+
+
+def _bandwidths_within_a_replica(args: argparse.Namespace) -> dict[str, float] | None:
+    """Return the bandwidths along the axes of a planned step. With local SGD, "replica" is the axis of its average."""
+    given = args.axis_bandwidths or {}
+    return {name: n for name, n in given.items() if name != "replica" or not args.local_steps} or None
 
 
 def _sizes_of_hosts(args: argparse.Namespace) -> tuple[int, ...]:
@@ -310,7 +317,7 @@ def _tune_by_options(
         cp=args.cp,
         host=args.host,
         schedule=args.schedule,
-        axis_bandwidths={name: n for name, n in (args.axis_bandwidths or {}).items() if name != "replica"} or None,
+        axis_bandwidths=_bandwidths_within_a_replica(args),
         depth=depth,
         chunked_loss=args.chunked_loss,
         gather=args.gather,

@@ -84,7 +84,12 @@ MUTANTS = [
     ),
     *File("parallel/tensor/_forwards.py", TRANSFORMERS).faults(
         Fault("every rank takes the first shared heads", "Layer._own_heads", bare("axis_index(...) * B + A")),
-        Fault("the gradient of a latent is one rank's", "Layer.__call__", becomes("enter(A, self.axis)", "A")),
+        Fault("the gradient of a latent is one rank's", "Layer._latent_forward", becomes("enter(A, self.axis)", "A")),
+        Fault(
+            "a latent multiplies in its own precision",
+            "Layer._latent_forward",
+            becomes("self.linear(A, B, C)", "self.run(A)"),
+        ),
         Fault("shared heads do not enter their layer", "Layer._own_heads", bare("B(A, self.axis)")),
         Fault(
             "replicated parameters of a split layer do not enter it",

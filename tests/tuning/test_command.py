@@ -235,12 +235,16 @@ def test_local_sgd_is_planned_beside_data_parallelism(capsys):
     share = re.search(r"local SGD, 2 replicas that average every 10 steps: .* a step, ([\d.]+) (ms|us) of it for", said)
     assert share and float(share[1]) * {"ms": 1, "us": 1e-3}[share[2]] == pytest.approx(milliseconds, rel=0.01)
     assert "replica" not in said[: said.index("local SGD")]  # no row has the axis, and none is told that it is unused
+    assert main([*words, "--axis-bandwidths", "replica=1MB"]) == 0
+    assert "links: no collective runs along replica" in capsys.readouterr().out
     for more, text in (
         (["--replicas", "2"], "--replicas needs --local-steps"),
         (["--local-steps", "10", "--replicas", "3"], "on 3 replicas: expected at least 2, which divide --world 16"),
     ):
         assert main([*words, *more]) == 2
         assert text in capsys.readouterr().err
+    assert main(["plan", "tests.tuning.steps:maker", *words[2:], "--local-steps", "10"]) == 2
+    assert "--local-steps counts the parameters of models by name" in capsys.readouterr().err
 
 
 def test_the_plan_command_takes_a_users_function(capsys):

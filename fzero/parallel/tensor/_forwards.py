@@ -65,7 +65,7 @@ class Layer:
         if isinstance(self.style, Embedding):
             return self._embedding_forward(*args, **kwargs)
         if isinstance(self.style, LatentProjection):
-            return enter(self.run(*args, **kwargs), self.axis)
+            return self._latent_forward(*args, **kwargs)
         if isinstance(self.style, ReplicatedParams | Experts):
             return self._on_parts(*args, **kwargs)
         with override_parameters(self.module, self._parameters(), {}):
@@ -91,6 +91,10 @@ class Layer:
         if b is None:
             return y
         return y + (enter(b, self.axis) if self.is_gathered else b)
+
+    def _latent_forward(self, x: torch.Tensor) -> torch.Tensor:
+        p = self._parameters()
+        return enter(self.linear(x, p["weight"], p.get("bias")), self.axis)
 
     def _embedding_forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if not axis_if_bound(self.axis):

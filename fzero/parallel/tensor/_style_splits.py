@@ -40,8 +40,8 @@ def layer_splits(name: str, style: Style, module: torch.nn.Module) -> dict[str, 
                 f"plan={{{name!r}: None}}"
             )
         return {"weight": ParamSplit(0)}
-    if isinstance(style, LatentProjection):
-        _weight_dimensions(name, module)
+    if isinstance(style, LatentProjection) and _weight_dimensions(name, module) != (1, 0):
+        raise TypeError(f"layer {name!r} is a {type(module).__name__}, but its style is for a torch.nn.Linear")
     if isinstance(style, ColumnParallel | RowParallel):
         inputs, results = _weight_dimensions(name, module)
         if isinstance(style, RowParallel):

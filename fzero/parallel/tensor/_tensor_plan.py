@@ -56,15 +56,17 @@ def resolve_plan(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, 
     styles = {name: _resolve_style(name, style) for name, style in plan_styles.items() if name in modules}
     parameters = {name: style for name, style in plan_styles.items() if name not in modules and style is not None}
     for name in [name for name, style in styles.items() if isinstance(style, LatentProjection)]:
-        styles |= _style_latent(name, modules)
+        styles |= _style_latent(name, styles, modules)
     return {name: style for name, style in styles.items() if style is not None}, parameters
 
 
-def _style_latent(name: str, modules: Mapping[str, torch.nn.Module]) -> dict[str, Style]:
+def _style_latent(
+    name: str, styles: Mapping[str, Style | None], modules: Mapping[str, torch.nn.Module]
+) -> dict[str, Style]:
     """Return the styles of the norm and the linear layer that run on the result of a latent projection.
 
     Raises:
-        ValueError: if the module around it lacks one of them.
+        ValueError: if the module around it lacks one of them, or the plan splits the linear layer otherwise.
     """
     prefix = name.rpartition(".")[0]
     norm, linear = (f"{prefix}.{last}".lstrip(".") for last in ("kv_a_layernorm", "kv_b_proj"))
@@ -72,6 +74,11 @@ def _style_latent(name: str, modules: Mapping[str, torch.nn.Module]) -> dict[str
         raise ValueError(
             f"layer {name!r} has the style 'mla_kv_a_proj', whose result goes into kv_a_layernorm and kv_b_proj, and "
             f"there is no {missing[0]!r}: leave the attention out, with None in the plan for each of its layers"
+        )
+    if styles.get(linear) != ColumnParallel():
+        raise ValueError(
+            f"layer {name!r} has the style 'mla_kv_a_proj', so the plan must give {linear!r} the style 'colwise': each "
+            "rank's heads use all of the latent, and its gradient is summed over the ranks"
         )
     return {norm: ReplicatedParams(), linear: ColumnParallel(sums_input_gradient=False)}
 

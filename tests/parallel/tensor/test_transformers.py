@@ -87,6 +87,29 @@ def test_latent_attention_trains_as_the_whole_model(name, rank, experts, sequenc
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight" not in split_over(params)
 
 
+def test_a_plan_that_leaves_out_what_follows_a_latent_is_refused():
+    model = model_of("minicpm3", **LATENT, q_lora_rank=8)
+    with pytest.raises(ValueError, match=r"the plan must give 'model\.layers\.0\.self_attn\.kv_b_proj' .* 'colwise'"):
+        tp.layers(model, {"*.kv_b_proj": None})
+
+
+def test_a_latent_multiplies_in_float8_as_in_the_whole_model():
+    """Every other product is exact, so the latent's alone tells the losses apart."""
+    model = model_of("minicpm3", **{**LATENT, "kv_lora_rank": 12}, q_lora_rank=8).float()
+    policy = fzero.nn.MatmulPrecision("float8", layers=lambda path, _: "kv_a_proj_with_mqa" in path)
+    mesh, layers = fzero.mesh(dp=1, tp=2, simulate="lockstep"), tp.layers(model)
+
+    def first_loss(layers: Any, **options: Any) -> torch.Tensor:
+        train_step, params, (batch, _) = step_and_params(model, layers, **options)
+        if layers is None:
+            return train_step(params, OPT.init(params), batch)[2]
+        step = fzero.shard(train_step, stage=2, mesh=mesh, axis="dp", split=layers.split)
+        return step(*step.init(params, OPT), mesh.split(batch, "dp"))[2]
+
+    exact, whole, split = first_loss(None), *[first_loss(x, matmul_precision=policy) for x in (None, layers)]
+    assert (exact - whole).abs() > 1e-4 and (whole - split).abs() < 1e-6 * whole.abs()
+
+
 def test_a_latent_without_the_layers_that_follow_it_is_refused():
     mlp = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "down": torch.nn.Linear(8, 4)})
     with pytest.raises(ValueError, match="goes into kv_a_layernorm and kv_b_proj, and there is no 'kv_a_layernorm'"):
