@@ -316,6 +316,11 @@ def make_search_space(options: TuneOptions) -> SearchSpace:
     _check_values("schedule", options.schedule, _is_schedule, schedules)
     micro_batches = _DEFAULT_MICRO_BATCHES if options.micro_batches is None else options.micro_batches
     _check_values("micro_batches", micro_batches, _is_count, "ints of at least 1")
+    if max(options.host) > 1 and max(options.stages) == 0:
+        raise ValueError(
+            f"host={tuple(options.host)}, stages={tuple(options.stages)}: at stage 0 nothing is sharded over hosts: "
+            "choose host=(1,), or one of the stages 1 to 3"
+        )
     parallel_dims = _parallel_dims(options)
     if options.micro_batches is not None:
         _check_micro_batches(options, parallel_dims)

@@ -146,6 +146,8 @@ def test_hosts_go_without_other_axes_of_data():
     options: Any = {"world_size": 16, "global_batch": 16, "machine": "h100", "pp": (1, 2), "host": (2,)}
     with pytest.raises(ValueError, match=r"no configuration has pp=2: .*; hosts go without ep, cp and pp"):
         fzero.tune(ModelStep(TINY["causal"], LENGTH, False), **options)
+    with pytest.raises(ValueError, match=r"host=\(2,\), stages=\(0,\): at stage 0 nothing is sharded over hosts"):
+        fzero.tune(ModelStep(TINY["causal"], LENGTH, False), **options | {"pp": (1,), "stages": (0,)})
 
 
 @pytest.mark.parametrize("name", ["causal", "experts"])
