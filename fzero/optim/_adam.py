@@ -7,7 +7,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
-from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, check_mask_fits
+from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, check_mask_fits, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import torch_hints
@@ -27,6 +27,7 @@ class AdamState(NamedTuple):
 
 
 @torch_hints
+@optimizer_factory
 def adam(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,
@@ -48,6 +49,7 @@ def adam(
 
 
 @torch_hints
+@optimizer_factory
 def adamw(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,
@@ -126,6 +128,7 @@ def _decay_mask(params: Params, mask: Mask | None) -> Tree:
 
 
 @torch_hints
+@optimizer_factory
 def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, moments: MomentsLike = None) -> Optimizer:
     """Replace gradients by Adam's direction, the first moment over the root of the second (arXiv:1412.6980).
 

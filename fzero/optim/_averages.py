@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Optimizer, Params, Updates, apply_updates
+from fzero.optim._base import Optimizer, Params, Updates, apply_updates, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_fraction
 from fzero.optim.checks import check_gradients_like
 from fzero.tree import Tree
@@ -22,6 +22,7 @@ class EmaState(NamedTuple):
 
 
 @api_boundary
+@optimizer_factory
 def params_ema(decay: Scalar, debias: bool = False, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Keep a moving average of the parameters, for evaluation; updates pass unchanged.
 
@@ -72,6 +73,7 @@ def params_ema(decay: Scalar, debias: bool = False, accumulator_dtype: torch.dty
 
 
 @api_boundary
+@optimizer_factory
 def ema(decay: Scalar, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Optimizer:
     """Replace values by their moving average: `optax.ema`'s numbers.
 

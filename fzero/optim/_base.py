@@ -4,14 +4,16 @@
 parameters. On boxed trees `fzero.tree.map` visits the shards, so an elementwise optimizer runs on any layout unchanged.
 """
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
 from fzero import tree
-from fzero._arguments import check_callable
+from fzero._arguments import check_callable, name_of
 from fzero._names import missing_members
 from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.optim._offload_plan import Ratio, offload_params
@@ -33,6 +35,7 @@ __all__ = [
     "check_mask",
     "check_mask_fits",
     "find_state",
+    "optimizer_factory",
     "wrap_optimizers",
 ]
 
@@ -46,6 +49,7 @@ Mask = Tree | Callable[[Params], Tree]
 """A tree of bools like the full parameters, or a function that returns one from the full leaves (as meta tensors)."""
 
 _State = TypeVar("_State")
+_F = TypeVar("_F", bound=Callable[..., "Optimizer"])
 
 
 class OptimizerLike(Protocol):
@@ -90,6 +94,25 @@ _FOREIGN_NAMES = {  # names of torch.optim's optimizers
 }
 
 
+class _FactoryCall(NamedTuple):
+    """The call of a factory that made an optimizer, such as `adam(1e-3)`. Its text is made when somebody reads it.
+
+    Attributes:
+        name: the name of the factory.
+        args: its positional arguments, as they were given.
+        kwargs: its keyword arguments.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Format the call as it is written."""
+        keywords = [f"{name}={_format_argument(value)}" for name, value in self.kwargs.items()]
+        return f"{self.name}({', '.join([*map(_format_argument, self.args), *keywords])})"
+
+
 @api_boundary_of_class
 @dataclass(frozen=True)
 class Optimizer:
@@ -107,11 +130,12 @@ class Optimizer:
         elementwise: False if the update of an element reads other elements, for a norm for instance.
         offloads_state: whether part of the state lies in host memory.
         param_offload_ratio: the share of the parameters that lies in host memory, or a rule `(path) -> share`.
+        factory_call: the call that made the optimizer, for its repr; None for an optimizer of your own.
 
     Example:
         >>> from fzero import optim
-        >>> optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
-        Optimizer(chain(clip_by_global_norm, adamw))
+        >>> optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4, weight_decay=0.1))
+        Optimizer(chain(clip_by_global_norm(1.0), adamw(0.0003, weight_decay=0.1)))
     """
 
     init: Callable[[Params], OptState]
@@ -123,6 +147,7 @@ class Optimizer:
     elementwise: bool | None = None
     offloads_state: bool = False
     param_offload_ratio: Ratio = 0
+    factory_call: _FactoryCall | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Let every init check its parameters, and every update its gradients."""
@@ -133,7 +158,9 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """The name of the function or class that made the optimizer, with the names of its parts."""
+        """The call that made the optimizer, or the name of the function or class and those of its parts."""
+        if self.factory_call is not None:
+            return str(self.factory_call)
         factory = getattr(self.update, "__qualname__", type(self.update).__name__)
         inner = ", ".join([part.name for part in self.parts])
         return factory.split(".")[0] + (f"({inner})" if inner else "")
@@ -156,6 +183,29 @@ class Optimizer:
         params = params if self.precision is None else self.precision.cast(params)
         ratio = self.param_offload_ratio
         return offload_params(params, ratio, self.precision) if ratio else params
+
+
+def optimizer_factory(f: _F, name: str = "") -> _F:
+    """Return a function that makes an optimizer, whose repr shows the call: by default with the function's name."""
+
+    @functools.wraps(f)
+    def make_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
+        optimizer = copy.copy(f(*args, **kwargs))
+        object.__setattr__(optimizer, "factory_call", _FactoryCall(name or f.__name__, args, kwargs))
+        return optimizer
+
+    return cast("_F", make_optimizer)
+
+
+def _format_argument(value: Any) -> str:
+    """Format a plain value as it is written, an optimizer by its call, a function by its name, others by their type."""
+    if isinstance(value, Optimizer):
+        return value.name
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return f"({', '.join(map(_format_argument, value))}{',' if len(value) == 1 else ''})"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    return name_of(value) if callable(value) else f"<{type(value).__name__}>"
 
 
 def check_mask(mask: Mask | None) -> None:
@@ -251,6 +301,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
 
 @api_boundary
+@optimizer_factory
 def chain(*opts: OptimizerLike) -> Optimizer:
     """Compose optimizers: the updates of one are the gradients of the next.
 

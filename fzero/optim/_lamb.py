@@ -5,7 +5,7 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.optim._adam import scale_by_adam
-from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, chain, optimizer_factory
 from fzero.optim._hyperparams import Scalar
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._norms import leaf_norms
@@ -17,6 +17,7 @@ __all__ = ["lamb", "scale_by_trust_ratio"]
 
 
 @torch_hints
+@optimizer_factory
 def lamb(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,
@@ -61,6 +62,7 @@ def lamb(
 
 
 @api_boundary
+@optimizer_factory
 def scale_by_trust_ratio() -> Optimizer:
     """Scale each leaf's step to the norm of the leaf (LARS, arXiv:1708.03888; LAMB, arXiv:1904.00962).
 

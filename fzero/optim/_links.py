@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, check_mask, check_mask_fits
+from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, check_mask, check_mask_fits, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_nonnegative, check_rate, is_zero
 from fzero.optim._schedules import Schedule
 from fzero.sharding import per_leaf
@@ -29,6 +29,7 @@ class ScaleByScheduleState(NamedTuple):
 
 
 @api_boundary
+@optimizer_factory
 def scale(factor: Scalar) -> Optimizer:
     """Multiply gradients by `factor`.
 
@@ -47,6 +48,7 @@ def scale(factor: Scalar) -> Optimizer:
 
 
 @api_boundary
+@optimizer_factory
 def scale_by_schedule(schedule: Schedule) -> Optimizer:
     """Multiply gradients by the value of a schedule at the current number of updates.
 
@@ -78,6 +80,7 @@ def scale_by_schedule(schedule: Schedule) -> Optimizer:
 
 
 @api_boundary
+@optimizer_factory
 def scale_by_learning_rate(learning_rate: Scalar | Schedule) -> Optimizer:
     """Multiply gradients by minus the learning rate, to descend.
 
@@ -102,6 +105,7 @@ def scale_by_learning_rate(learning_rate: Scalar | Schedule) -> Optimizer:
 
 
 @api_boundary
+@optimizer_factory
 def set_to_zero() -> Optimizer:
     """Replace gradients by zeros. With `masked` this freezes leaves.
 
@@ -127,6 +131,7 @@ def _multiply_updates(grads: Updates, factor: Scalar) -> Updates:
 
 
 @api_boundary
+@optimizer_factory
 def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Optimizer:
     """Add a fraction of the parameters to their gradients.
 

@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
-from fzero.optim._base import Mask, Optimizer, Params, Updates, chain
+from fzero.optim._base import Mask, Optimizer, Params, Updates, chain, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
 from fzero.optim._links import add_decayed_weights, scale_by_learning_rate
 from fzero.optim._schedules import Schedule
@@ -25,6 +25,7 @@ class SgdState(NamedTuple):
 
 
 @torch_hints
+@optimizer_factory
 def sgd(learning_rate: Scalar | Schedule, momentum: Scalar = 0.0, nesterov: bool = False) -> Optimizer:
     """Descend along the gradient, optionally with momentum: `torch.optim.SGD`'s numbers.
 
@@ -78,6 +79,7 @@ class AdagradState(NamedTuple):
 
 
 @torch_hints
+@optimizer_factory
 def adagrad(
     learning_rate: Scalar | Schedule, initial_accumulator_value: Scalar = 0.0, eps: Scalar = 1e-10
 ) -> Optimizer:
@@ -131,6 +133,7 @@ class LionState(NamedTuple):
 
 
 @torch_hints
+@optimizer_factory
 def lion(
     learning_rate: Scalar | Schedule,
     b1: Scalar = 0.9,
@@ -173,6 +176,7 @@ def lion(
 
 
 @torch_hints
+@optimizer_factory
 def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, moments: MomentsLike = None) -> Optimizer:
     """Replace gradients by Lion's direction: the sign of an average of gradients. See `lion`.
 

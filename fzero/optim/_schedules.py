@@ -33,7 +33,7 @@ def constant(value: float) -> Schedule:
         tensor(0.1000, dtype=torch.float64)
     """
     _check_numbers(value=value)
-    return _named(lambda count: torch.full((), value, dtype=torch.float64, device=count.device))
+    return _name_schedule(lambda count: torch.full((), value, dtype=torch.float64, device=count.device))
 
 
 @api_boundary
@@ -57,7 +57,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     """
     _check_numbers(start=start, end=end)
     _check_steps(steps=steps)
-    return _named(lambda count: start + (end - start) * (count.to(torch.float64) / steps).clamp(0, 1))
+    return _name_schedule(lambda count: start + (end - start) * (count.to(torch.float64) / steps).clamp(0, 1))
 
 
 @api_boundary
@@ -122,7 +122,7 @@ def _warm_up_to(peak: float, warmup_steps: int, total_steps: int, fall: Schedule
         progress = ((t - warmup_steps) / (total_steps - warmup_steps)).clamp(0, 1)
         return torch.where(t < warmup_steps, rise, fall(progress))
 
-    return _named(schedule)
+    return _name_schedule(schedule)
 
 
 @api_boundary
@@ -157,7 +157,7 @@ def exponential_decay(
             return value
         return value.clamp(min=end) if decay_rate < 1 else value.clamp(max=end)
 
-    return _named(schedule)
+    return _name_schedule(schedule)
 
 
 @api_boundary
@@ -185,7 +185,7 @@ def piecewise_constant(start: float, boundaries_and_scales: Mapping[int, float])
             value = torch.where(count < boundary, value, value * factor)
         return value
 
-    return _named(schedule)
+    return _name_schedule(schedule)
 
 
 @api_boundary
@@ -219,12 +219,12 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             value = torch.where(count < boundary, value, part(count - boundary))
         return value
 
-    return _named(schedule)
+    return _name_schedule(schedule)
 
 
-def _named(schedule: Schedule) -> Schedule:
+def _name_schedule(schedule: Schedule) -> Schedule:
     """Give a schedule a name for its errors, such as that of a call with two arguments."""
-    schedule.__qualname__ = "schedule"
+    schedule.__name__ = schedule.__qualname__ = "schedule"
     return schedule
 
 

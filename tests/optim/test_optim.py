@@ -171,6 +171,36 @@ def test_nesterov_without_momentum_is_refused():
 # Chain, apply_updates, state.
 
 
+@pytest.mark.parametrize(
+    ("opt", "call"),
+    [
+        (optim.adam(1e-3), "adam(0.001)"),
+        (optim.adamw(1e-3, weight_decay=0.1, mask=lambda p: p), "adamw(0.001, weight_decay=0.1, mask=<lambda>)"),
+        (optim.lion(optim.linear(0.1, 0.0, 9), moments="int8"), "lion(schedule, moments='int8')"),
+        (optim.lamb(torch.tensor(1e-3)), "lamb(<Tensor>)"),
+        (optim.sgd(0.1, momentum=0.9), "sgd(0.1, momentum=0.9)"),
+        (optim.scale_by_learning_rate(0.1), "scale_by_learning_rate(0.1)"),
+        (optim.chain(optim.clip(1.0), optim.adam(1e-3)), "chain(clip(1.0), adam(0.001))"),
+        (optim.by_group((optim.adam(1e-3), {"w": True})), "by_group((adam(0.001), <dict>))"),
+        (optim.offload(optim.adam(1e-3), 0.5), "offload(adam(0.001), 0.5)"),
+        (optim.inject_hyperparams(optim.sgd)(0.1), "inject_hyperparams(sgd)(0.1)"),
+        (optim.leafwise(Pair(lambda p: (), lambda g, s, params: (g, s))), "leafwise(<Pair>)"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_optimizer_shows_the_call_that_made_it(opt, call):
+    assert repr(opt) == f"Optimizer({call})"
+
+
+def test_the_call_that_made_an_optimizer_changes_nothing_else():
+    params = {"w": torch.tensor([1.0, 2.0])}
+    adam, adamw = optim.adam(0.1), optim.adamw(0.1, weight_decay=0.0)
+    state = adam.init(params)
+    assert type(state) is type(adamw.init(params))
+    assert torch.equal(adam.update(params, state, params)[0]["w"], adamw.update(params, state, params)[0]["w"])
+    assert {hash(adam), hash(adam)} == {hash(adam)} and adam == adam
+
+
 def test_chain_composes_optimizers():
     params, grads = params_of(), tree.map(lambda x: 3 * x, params_of())
     first, second = optim.clip_by_global_norm(0.5), optim.adamw(0.1)

@@ -7,7 +7,7 @@ import torch
 from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Optimizer, OptState, Params, Updates
+from fzero.optim._base import Optimizer, OptState, Params, Updates, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_positive
 from fzero.optim._norms import leaf_rms
 from fzero.optim.checks import torch_hints
@@ -17,6 +17,7 @@ __all__ = ["clip", "clip_by_block_rms", "clip_by_global_norm"]
 
 
 @torch_hints
+@optimizer_factory
 def clip(max_delta: Scalar) -> Optimizer:
     """Clip each element of the gradients to `[-max_delta, max_delta]`.
 
@@ -43,6 +44,7 @@ def clip(max_delta: Scalar) -> Optimizer:
 
 
 @torch_hints
+@optimizer_factory
 def clip_by_global_norm(max_norm: Scalar) -> Optimizer:
     """Scale all gradients by `min(1, max_norm / norm)`, where norm is over the whole tree on all ranks.
 
@@ -74,6 +76,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Optimizer:
 
 
 @api_boundary
+@optimizer_factory
 def clip_by_block_rms(threshold: Scalar) -> Optimizer:
     """Scale each leaf's gradient by `min(1, threshold / rms)`, with its root mean square (arXiv:1804.04235).
 

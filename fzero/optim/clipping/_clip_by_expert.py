@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._dtypes import at_least_float32
 from fzero._torch import tensor_on
 from fzero.collectives import psum
-from fzero.optim._base import Optimizer, OptState, Params, Updates
+from fzero.optim._base import Optimizer, OptState, Params, Updates, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_positive
 from fzero.optim.checks import torch_hints
 from fzero.sharding import Shard, ShardedUnit, is_box, leaf_ids, sharded_units, traced_spec, unit_index
@@ -23,6 +23,7 @@ _NO_EXPERT_DIM = "leaf {!r} has no dimension of experts: name another part of th
 
 
 @torch_hints
+@optimizer_factory
 def clip_by_expert(max_norm: Scalar, names: Sequence[str] = ("experts",)) -> Optimizer:
     """Scale each expert's gradients by `min(1, max_norm / norm)`, with the norm of the expert in its layer.
 

@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero._dtypes import at_least_float32
-from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, check_mask_fits
+from fzero.optim._base import Mask, Optimizer, Params, Updates, check_mask, check_mask_fits, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_nonnegative, check_positive, check_rate, is_zero, lerp, rate_at
 from fzero.optim._norms import leaf_rms
 from fzero.optim._schedules import Schedule
@@ -36,6 +36,7 @@ class AdafactorState(NamedTuple):
 
 
 @torch_hints
+@optimizer_factory
 def adafactor(
     learning_rate: Scalar | Schedule = 1e-2,
     decay_rate: Scalar = 0.8,

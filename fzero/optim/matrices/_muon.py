@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero._arguments import check_choice, check_int
-from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain, check_mask
+from fzero.optim._base import Mask, Optimizer, OptimizerLike, Params, Updates, chain, check_mask, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, lerp, rate_at
 from fzero.optim._schedules import Schedule
 from fzero.optim.checks import torch_hints
@@ -37,6 +37,7 @@ class MuonState(NamedTuple):
 
 
 @torch_hints
+@optimizer_factory
 def muon(
     learning_rate: Scalar | Schedule,
     weight_decay: Scalar = 0.1,

@@ -7,7 +7,17 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Mask, Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
+from fzero.optim._base import (
+    Mask,
+    Optimizer,
+    OptimizerLike,
+    OptState,
+    Params,
+    Updates,
+    as_optimizer,
+    optimizer_factory,
+    wrap_optimizers,
+)
 from fzero.optim.wrappers._wrappers import masked, where
 from fzero.sharding import abstract, per_leaf
 from fzero.tree import Tree
@@ -16,6 +26,7 @@ __all__ = ["by_group"]
 
 
 @api_boundary
+@optimizer_factory
 def by_group(*groups: tuple[OptimizerLike, Mask]) -> Optimizer:
     """Apply one optimizer to each group of leaves, with one state for all groups: torch's parameter groups.
 

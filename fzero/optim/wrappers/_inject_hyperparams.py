@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._arguments import check_callable
+from fzero._arguments import check_callable, name_of
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Optimizer, OptState, Params, Updates, wrap_optimizers
+from fzero.optim._base import Optimizer, OptState, Params, Updates, optimizer_factory, wrap_optimizers
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 
@@ -83,7 +83,7 @@ def inject_hyperparams(
         opt = injected.optimizer_with(injected.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu")))
         return wrap_optimizers(injected.init, injected.update, opt)
 
-    return make
+    return optimizer_factory(make, f"inject_hyperparams({name_of(factory)})")
 
 
 @dataclass(frozen=True, eq=False)  # a trace may hash the optimizer, and dicts have no hash

@@ -18,6 +18,7 @@ from fzero.optim._base import (
     Updates,
     as_optimizer,
     find_state,
+    optimizer_factory,
     wrap_optimizers,
 )
 from fzero.optim._hyperparams import check_positive
@@ -43,6 +44,7 @@ class LossScaleState(NamedTuple):
 
 
 @api_boundary
+@optimizer_factory
 def dynamic_loss_scale(
     opt: OptimizerLike,
     initial: float = 2.0**16,
@@ -121,6 +123,7 @@ def dynamic_loss_scale(
 
 
 @api_boundary
+@optimizer_factory
 def static_loss_scale(opt: OptimizerLike, scale: float) -> Optimizer:
     """Skip steps whose gradients overflowed, at a constant loss scale. See `dynamic_loss_scale`.
 

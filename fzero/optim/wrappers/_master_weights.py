@@ -17,6 +17,7 @@ from fzero.optim._base import (
     apply_updates,
     as_optimizer,
     find_state,
+    optimizer_factory,
     wrap_optimizers,
 )
 from fzero.optim._precision import Precision
@@ -60,6 +61,7 @@ def check_no_masters(name: str, opt: OptimizerLike) -> None:
 
 
 @api_boundary
+@optimizer_factory
 def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
     """Apply an optimizer to master weights, and return updates that set the parameters to the rounded masters.
 

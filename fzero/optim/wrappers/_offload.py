@@ -22,6 +22,7 @@ from fzero.optim._base import (
     Updates,
     as_optimizer,
     find_state,
+    optimizer_factory,
     wrap_optimizers,
 )
 from fzero.optim._offload_plan import OffloadPlan, Ratio, check_ratio, offload_plan_like, plan_offload
@@ -46,6 +47,7 @@ class DelayedState(NamedTuple):
 
 
 @api_boundary
+@optimizer_factory
 def offload(
     opt: OptimizerLike, ratio: Ratio = 1.0, update_on: str = "host", delay: int = 0, params: bool = False
 ) -> Optimizer:

@@ -12,7 +12,16 @@ import torch
 from fzero import tree
 from fzero._tracebacks import api_boundary
 from fzero.axes import LayoutRules, bound_axis
-from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, as_optimizer, wrap_optimizers
+from fzero.optim._base import (
+    Optimizer,
+    OptimizerLike,
+    OptState,
+    Params,
+    Updates,
+    as_optimizer,
+    optimizer_factory,
+    wrap_optimizers,
+)
 from fzero.optim.wrappers._wrappers import check_no_master_weights
 from fzero.sharding import (
     Shard,
@@ -33,6 +42,7 @@ __all__ = ["on_full_leaves"]
 
 
 @api_boundary
+@optimizer_factory
 def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
     """Run an (init, update) pair on full leaves at every stage, one leaf at a time. Other optimizers run on shards.
 

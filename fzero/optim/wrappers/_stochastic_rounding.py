@@ -7,7 +7,16 @@ import torch
 
 from fzero import tree
 from fzero._tracebacks import api_boundary
-from fzero.optim._base import Optimizer, OptimizerLike, OptState, Params, Updates, apply_updates, wrap_optimizers
+from fzero.optim._base import (
+    Optimizer,
+    OptimizerLike,
+    OptState,
+    Params,
+    Updates,
+    apply_updates,
+    optimizer_factory,
+    wrap_optimizers,
+)
 from fzero.optim._precision import Precision
 from fzero.optim.moments import round_at_random
 from fzero.optim.wrappers._master_weights import check_dtypes, check_no_masters, difference
@@ -26,6 +35,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 @api_boundary
+@optimizer_factory
 def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Tensor) -> Optimizer:
     """Round updated parameters to bfloat16 up or down at random, so that the mean is the exact value.
 

@@ -16,6 +16,7 @@ from fzero.optim._base import (
     Updates,
     as_optimizer,
     check_mask,
+    optimizer_factory,
     wrap_optimizers,
 )
 from fzero.sharding import abstract, check_per_leaf, per_leaf
@@ -34,6 +35,7 @@ def check_no_master_weights(name: str, optimizer: Optimizer) -> None:
 
 
 @api_boundary
+@optimizer_factory
 def masked(opt: OptimizerLike, mask: Mask) -> Optimizer:
     """Apply an optimizer to the leaves where `mask` is True; pass the gradients of all other leaves unchanged.
 
@@ -94,6 +96,7 @@ def where(mask: Mask, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @api_boundary
+@optimizer_factory
 def leafwise(opt: OptimizerLike) -> Optimizer:
     """Run a third-party (init, update) pair on one leaf at a time; each leaf's state takes the leaf's place.
 
