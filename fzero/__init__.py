@@ -182,11 +182,17 @@ _FOREIGN_NAMES = {  # names of other libraries
 }
 
 
+def _names_of_others() -> dict[str, str]:
+    """Return the names of other libraries that fzero answers, and those that its loaded modules answer."""
+    modules = [sys.modules.get(f"fzero.{x}") for x in __all__]
+    return {k: v for m in modules for k, v in getattr(m, "_FOREIGN_NAMES", {}).items()} | _FOREIGN_NAMES
+
+
 def __getattr__(name: str) -> Any:
     """Import a module, or the module of a function, at its first use."""
     if name not in _LAZY_MODULES and name not in _MODULE_OF:
         own = [f"fzero.{x}.{name}" for x in __all__ if name in getattr(sys.modules.get(f"fzero.{x}"), "__all__", ())]
-        elsewhere = {name: " or ".join(own)} if own else _FOREIGN_NAMES
+        elsewhere = {name: " or ".join(own)} if own else _names_of_others()
         raise missing_attribute(f"module {__name__!r}", name, __all__, elsewhere, "fzero.{}")
     module = importlib.import_module(f"fzero.{_MODULE_OF.get(name, name)}")
     value = getattr(module, name) if name in _MODULE_OF else module

@@ -14,6 +14,7 @@ __all__ = [
     "did_you_mean",
     "is_int",
     "name_of",
+    "show_value",
 ]
 
 
@@ -70,9 +71,18 @@ def check_callable(name: str, value: Any, expected: str = "a function") -> None:
         TypeError: f is {'w': 1.0}: expected a function of leaves, as in fzero.tree.map(f, tree)
     """
     if not callable(value):
-        text = repr(value)
-        given = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
-        raise TypeError(f"{name} is {given}: expected {expected}")
+        raise TypeError(f"{name} is {show_value(value)}: expected {expected}")
+
+
+def show_value(value: Any) -> str:
+    """Describe a value in a message: one with a long text by its type.
+
+    Example:
+        >>> show_value([0.5]), show_value([*range(100)])
+        ('[0.5]', 'a list')
+    """
+    text = repr(value)
+    return text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | bool | None]) -> None:

@@ -1,13 +1,27 @@
-"""Hints in the errors of calls with wrong arguments: fzero's word for an argument, or an example of the call."""
+"""Hints in the errors of calls with wrong arguments: fzero's word for one, its type, or an example of the call."""
 
 import ast
 import difflib
+import dis
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from types import TracebackType
 from typing import Any
 
-__all__ = ["explain_call"]
+import torch
+
+from fzero._arguments import show_value
+from fzero._torch.recorder import is_user_code
+
+__all__ = ["explain_call", "find_type_error"]
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_TYPE_WORDS = {int: "an int", float: "a number", str: "a string", torch.Tensor: "a torch.Tensor", type(None): "None"}
+_ANYTHING = (Any, object, inspect.Parameter.empty)
 
 # What other libraries call an argument, with fzero's words for it: JAX, torch, DeepSpeed, Lightning and Megatron.
 _WORDS = {
@@ -129,6 +143,7 @@ _FOREIGN_ARGUMENTS = {  # arguments of other libraries that another function of 
     "static_argnames": "not needed: arguments that are no tensors are constants of a trace",
     "use_reentrant": "not needed: blocks run again under torch.func, which has no tape",
     "preserve_rng_state": "not needed: a block's draws depend on a key, as fzero.random.seeded gives them",
+    "overwrite": "not needed: a save replaces the folder's checkpoint when it is whole",
     "weights_only": "not needed: a checkpoint of fzero holds no pickles",
     "static_argnums": "not needed: arguments that are no tensors are constants of a trace",
 }
@@ -136,7 +151,7 @@ _CALL_FAILED = r"\b{}\(\) (?:got (?:an unexpected|some positional|multiple value
 
 
 def explain_call(
-    error: TypeError, f: Callable[..., Any], kwargs: Mapping[str, Any], hint: str = "", documented: Any = None
+    error: Exception, f: Callable[..., Any], kwargs: Mapping[str, Any], hint: str = "", documented: Any = None
 ) -> None:
     """Add notes to the error of a call that failed before a line of the function ran; leave any other error as it is.
 
@@ -156,7 +171,7 @@ def explain_call(
         error.add_note(note)
 
 
-def _failed_at_call(error: TypeError, f: Callable[..., Any]) -> bool:
+def _failed_at_call(error: Exception, f: Callable[..., Any]) -> bool:
     """Return whether Python refused the arguments of a call."""
     name = re.escape(getattr(f, "__name__", ""))
     code, trace = getattr(inspect.unwrap(f), "__code__", None), error.__traceback__
@@ -207,3 +222,85 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
         else:
             nearest.append(f"the arguments are {', '.join([p for p in parameters if p != 'self']) or 'none'}")
     return "; ".join(nearest)
+
+
+def find_type_error(
+    error: Exception,
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    documented: Any = None,
+) -> TypeError | None:
+    """Return the error that names the arguments whose types are not those of a function's annotations.
+
+    Annotations are read only after Python or torch has stumbled over a value.
+
+    Args:
+        error: what the call raised.
+        f: the function that was called.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        documented: what has the docstring with an example of the call; by default the function.
+
+    Returns:
+        None if the types are right, if the error is a message already, or if the user's code raised it.
+    """
+    if _is_meant(error.__traceback__):
+        return None
+    wrong = [
+        f"{name} is {show_value(value)}: expected {' or '.join(map(_word, classes))}"
+        for name, value, classes in _typed_arguments(f, args, kwargs)
+        if not isinstance(value, (*classes, Number) if float in classes else classes)
+    ]
+    if not wrong:
+        return None
+    example = _find_example(documented or f)
+    return TypeError(f"{f.__name__}(): {'; '.join(wrong)}{f', as in {example}' if example else ''}")
+
+
+def _is_meant(trace: TracebackType | None) -> bool:
+    """Return whether an error passed through the user's code, or a statement `raise` made it."""
+    if trace is None:  # an inner call of fzero left its frames out
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+        if is_user_code(trace.tb_frame.f_code.co_filename):
+            return True
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+
+
+def _typed_arguments(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, tuple[type, ...]]]:
+    """Yield name, value and classes of each argument whose annotation is a class, or a union of classes."""
+    try:
+        signature = inspect.signature(f)
+        values = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # a function in C, or arguments that do not fit
+        return
+    for name, value in values.items():
+        parameter = signature.parameters[name]
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if classes := _classes(parameter.annotation):
+            yield name, value, classes
+
+
+def _classes(annotation: Any) -> tuple[type, ...]:
+    """Return the classes of an annotation; () if it says more, as a protocol or a string does.
+
+    Example:
+        >>> _classes(int | None), _classes(list[int]), _classes(Any)
+        ((<class 'int'>, <class 'NoneType'>), (), ())
+    """
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    parts: tuple[Any, ...] = typing.get_args(annotation) if is_union else (annotation,)
+    is_plain = all(
+        isinstance(part, type) and part not in _ANYTHING and not getattr(part, "_is_protocol", False) for part in parts
+    )
+    return parts if is_plain else ()
+
+
+def _word(kind: type) -> str:
+    """Write a class in a message, as "a Mesh"."""
+    return _TYPE_WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fzero._call_hints import explain_call
+from fzero._call_hints import explain_call, find_type_error
 from fzero._liveness import find_lost_rank_error
 from fzero._torch.recorder import is_fzero_code, is_user_code
 
@@ -32,14 +32,16 @@ def api_boundary(f: _F, hint: str = "", documented: Any = None) -> _F:
 
     @functools.wraps(f)
     def f_with_short_tracebacks(*args: Any, **kwargs: Any) -> Any:
-        """Call the function, and add hints to the error of a call with wrong arguments."""
+        """Call the function; the error of a call with wrong arguments has hints, or names the argument."""
         if torch.compiler.is_dynamo_compiling():  # Dynamo raises its own errors
             return f(*args, **kwargs)
         with UserFrames():
             try:
                 return f(*args, **kwargs)
-            except TypeError as error:
+            except (TypeError, AttributeError) as error:
                 explain_call(error, f, kwargs, hint, documented)
+                if (of_types := find_type_error(error, f, args, kwargs, documented)) is not None:
+                    raise of_types from error
                 raise
 
     return cast("_F", f_with_short_tracebacks)

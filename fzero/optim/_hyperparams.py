@@ -13,6 +13,7 @@ __all__ = [
     "Scalar",
     "check_fraction",
     "check_nonnegative",
+    "check_number",
     "check_positive",
     "check_rate",
     "is_zero",
@@ -22,6 +23,11 @@ __all__ = [
 
 
 Scalar = float | torch.Tensor  # `inject_hyperparams` keeps the 0-d tensors in the state
+
+
+def check_number(**values: object) -> None:
+    """Check that hyperparameters, given by name, are finite numbers. The values of tensors are not checked."""
+    _check_numbers(values, "a number", lambda v: -math.inf < v < math.inf)
 
 
 def check_nonnegative(**values: object) -> None:

@@ -8,7 +8,7 @@ from fzero import tree
 from fzero._arguments import check_callable
 from fzero._tracebacks import api_boundary
 from fzero.optim._base import Mask, Optimizer, OptState, Params, Updates, check_mask, check_mask_fits, optimizer_factory
-from fzero.optim._hyperparams import Scalar, check_nonnegative, check_rate, is_zero
+from fzero.optim._hyperparams import Scalar, check_nonnegative, check_number, check_rate, is_zero
 from fzero.optim._schedules import Schedule
 from fzero.sharding import per_leaf
 
@@ -36,10 +36,14 @@ def scale(factor: Scalar) -> Optimizer:
     Returns:
         An optimizer without state.
 
+    Raises:
+        ValueError: if `factor` is not a number or a 0-d tensor.
+
     Example:
         >>> scale(-0.5).update({"w": torch.tensor(2.0)}, ())[0]
         {'w': tensor(-1.)}
     """
+    check_number(factor=factor)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
         return _multiply_updates(grads, factor), state

@@ -39,6 +39,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "a fused optimizer": (fzero, "FusedAdam", "here it is fzero.optim.adamw"),
     "a key of JAX": (fzero, "PRNGKey", "here it is fzero.random.key"),
     "a schedule of torch": (optim, "LambdaLR", "a function from the step's count to a rate"),
+    "a collective of torch": (fzero, "all_reduce", "here it is fzero.collectives.psum"),
     "a scaler of torch": (optim, "GradScaler", "here it is fzero.optim.dynamic_loss_scale"),
     "a nearest name": (fzero, "value_and_grads", "did you mean fzero.value_and_grad?"),
     "a cosine schedule of optax": (optim, "cosine_decay_schedule", "here it is fzero.optim.warmup_cosine"),
@@ -91,6 +92,19 @@ RAISED: dict[str, tuple[Any, str]] = {
     "weights of torch.load": (
         lambda: fzero.load("/nowhere", {}, weights_only=True),  # pyright: ignore
         "weights_only= is not needed: a checkpoint of fzero holds no pickles",
+    ),
+    "overwrite of Orbax": (
+        lambda: fzero.save("/nowhere", {}, overwrite=True),  # pyright: ignore
+        "overwrite= is not needed: a save replaces the folder's checkpoint",
+    ),
+    "a factor of text": (lambda: optim.scale("x"), "factor='x': expected a number; a string"),  # pyright: ignore
+    "the weight of a linear module": (
+        lambda: fzero.parallel.tensor.row(torch.ones(2, 3), torch.ones(4, 3)),
+        "x is [2, 3] and w [4, 3]: expected x [.., f / n] and w [f / n, d]; the weight of a torch.nn.Linear is transp",
+    ),
+    "the weight of a linear module in front": (
+        lambda: fzero.parallel.tensor.column(torch.ones(2, 3), torch.ones(4, 3)),
+        "expected x [.., d] and w [d, f / n]; the weight of a torch.nn.Linear is transposed, so pass weight.mT",
     ),
     "a constant schedule of text": (lambda: optim.constant("1"), "value='1': expected a number"),  # pyright: ignore
     "a peak of optax": (

@@ -36,11 +36,17 @@ MUTANTS = [
             becomes("difflib.get_close_matches(A, B, 1)", "difflib.get_close_matches(A, B, 0 + 1, 1.0)"),
         ),
     ),
+    *File("_call_hints.py", ("tests/test_call_hints.py",)).faults(
+        Fault("an error of the user's function is taken for a wrong type", "_is_meant", never("is_user_code(A)")),
+        Fault("a message of fzero is replaced", "_is_meant", becomes("A == _RAISE", "False")),
+        Fault("a right type is named as wrong", "find_type_error", always("not isinstance(A, B)")),
+        Fault("an int is no number", "find_type_error", becomes("A if B else classes", "classes")),
+    ),
     *File("_arguments.py", ("tests/test_arguments.py",)).faults(
         Fault("a bool passes as an int", "is_int", bare("A and B")),
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
         Fault("a tree passes as a function", "check_callable", never("not callable(A)")),
-        Fault("a value with a long text is printed", "check_callable", always("len(A) <= B")),
+        Fault("a value with a long text is printed", "show_value", always("len(A) <= B")),
         Fault("a number passes as a value of remat", "check_remat", never("not (A or B or C or D)")),
         Fault("a single choice is told as one of two", "check_choice", becomes("A if rest else last", "A")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),

@@ -41,13 +41,15 @@ def column(
         `[.., f / n]`, which differs by rank; with `gather` `[.., f]`, replicated.
 
     Raises:
-        ValueError: in a simulation, if `w` is equal on all ranks, or x differs by rank without `sequence`.
+        ValueError: if the last dimension of x is not the first of w. In a simulation, if `w` is equal on all ranks, or
+            x differs by rank without `sequence`.
 
     Example:
         >>> from fzero.parallel import tensor as tp
         >>> tp.column(torch.ones(2, 3), torch.ones(3, 4)).shape
         torch.Size([2, 4])
     """
+    _check_shapes("column", x, w, 1)
     check_part("fzero.parallel.tensor.column", w, axis)
     y = _contract(enter(x, axis, sequence=sequence), w, 1, b)
     return along("all_gather_invariant", y, axis, -1) if gather else y
@@ -73,7 +75,8 @@ def row(
         `[.., d]`, replicated; with `sequence` `[.., t / n, d]`, this rank's part of the tokens.
 
     Raises:
-        ValueError: in a simulation, if `w` is equal on all ranks; with `sequence`, if the tokens do not divide by n.
+        ValueError: if the last dimensions of x are not those of w but for d. In a simulation, if `w` is equal on all
+            ranks; with `sequence`, if the tokens do not divide by n.
 
     Example:
         >>> from fzero.parallel import tensor as tp
@@ -81,11 +84,24 @@ def row(
         >>> tp.row(torch.tanh(tp.column(x, up)), down).shape
         torch.Size([2, 3])
     """
+    _check_shapes("row", x, w, w.ndim - 1)
     check_part("fzero.parallel.tensor.row", w, axis)
     y = leave(_contract(x, w, w.ndim - 1, None), axis, sequence=sequence)
     if b is None:
         return y
     return y + (enter(b, axis) if sequence else b)
+
+
+def _check_shapes(name: str, x: torch.Tensor, w: torch.Tensor, dims: int) -> None:
+    """Raise an error for a weight whose first `dims` dimensions are not the last ones of x."""
+    if w.ndim < 2 or x.ndim < dims or x.shape[x.ndim - dims :] != w.shape[:dims]:
+        expected = "x [.., d] and w [d, f / n]" if name == "column" else "x [.., f / n] and w [f / n, d]"
+        hint = ""
+        if w.ndim == 2 and x.ndim and x.shape[-1] == w.shape[1]:
+            hint = "; the weight of a torch.nn.Linear is transposed, so pass weight.mT"
+        raise ValueError(
+            f"fzero.parallel.tensor.{name}: x is {list(x.shape)} and w {list(w.shape)}: expected {expected}{hint}"
+        )
 
 
 def _contract(x: torch.Tensor, w: torch.Tensor, dims: int, b: torch.Tensor | None) -> torch.Tensor:
