@@ -1,12 +1,14 @@
 """Print the table of ZeRO's stages, measured: what a rank holds between steps, where, and what a step moves.
 
 python benchmarks/bytes_per_rank.py [RANKS]
+python benchmarks/bytes_per_rank.py --write  # into the README, which has eight ranks
 
 Exact counts, the same on every machine: state bytes by `ShardedStep.state_bytes`, elements by
 `fzero.collectives.record`. Ψ is the
 number of parameters, so 12.00Ψ bytes are float32 parameters with Adam's two moments, and 2.00Ψ elements one all_reduce.
 """
 
+import pathlib
 import sys
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 
 import fzero
 from fzero import optim, tree
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+MARKS = ("<!-- bytes_per_rank -->", "<!-- /bytes_per_rank -->")
 
 
 def model(width: int = 64, layers: int = 4) -> dict[str, Any]:
@@ -73,5 +78,14 @@ def table(ranks: int) -> str:
     return "\n".join(head + rows(ranks))
 
 
+def write() -> None:
+    """Write the table of eight ranks into the README."""
+    head, rest = README.read_text().split(f"{MARKS[0]}\n")
+    README.write_text(f"{head}{MARKS[0]}\n{table(8)}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
 if __name__ == "__main__":
-    print(table(int(sys.argv[1]) if len(sys.argv) > 1 else 8))
+    if sys.argv[1:] == ["--write"]:
+        write()
+    else:
+        print(table(int(sys.argv[1]) if len(sys.argv) > 1 else 8))

@@ -206,7 +206,7 @@ class _Pair(NamedTuple):
 
 
 def stages() -> st.SearchStrategy[int]:
-    """Draw a ZeRO stage: 0 to 3, the rows of the table of stages."""
+    """Draw a ZeRO stage: the number of a row of the table of stages."""
     return st.integers(0, len(STAGES) - 1)
 
 

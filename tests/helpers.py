@@ -15,6 +15,17 @@ T = TypeVar("T")
 
 ALL_STAGES = range(len(fzero.zero.STAGES))
 
+
+def collectives_of(row: fzero.zero.StageLayouts, k: int) -> tuple[int, int, int]:
+    """Count gathers, reduce-scatters and all-reduces of a unit in a step of k micro-batches, by the words of a stage.
+
+    Shards are gathered for each micro-batch, or once where full gradients stay beside the full parameters.
+    """
+    scatters = {"replicated": 0, "once": 1, "each": k}[row.grads]
+    gathers = scatters if row.params == "sharded" else int(row.opt_state == "sharded")
+    return gathers, scatters, int(row.grads == "replicated")
+
+
 # one schedule, so that jit compares no others: where the schedule is not what a test is about
 LEAST: dict[str, Any] = {"prefetch": 0, "in_flight": 0, "bucket_bytes": 0, "max_reuse_bytes": 0, "recompute": False}
 

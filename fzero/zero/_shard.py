@@ -38,7 +38,7 @@ def shard(
     Args:
         train_step: a pure function, such as `(params, opt_state, batch) -> (params, opt_state, loss)`, that takes
             gradients with `fzero.value_and_grad`.
-        stage: the ZeRO stage, 0 to 3. It determines the sharded trees: see `ShardedStep.layout`.
+        stage: the number of a ZeRO stage, from 0 on. It determines the sharded trees: see `ShardedStep.layout`.
         mesh: the ranks; by default the whole world under torchrun, else a simulated mesh of one rank.
         axis: the data-parallel axes of the mesh; by default all of its axes. The batch is split over them, losses and
             gradients are averaged over them, and units are sharded over them. The first axis divides a unit, the next
@@ -61,7 +61,7 @@ def shard(
         A `ShardedStep`. Call it like `train_step`.
 
     Raises:
-        ValueError: if `stage` is not 0 to 3, `axis` is not an axis of the mesh, or `check` has an invalid value.
+        ValueError: if no stage has this number, `axis` is not an axis of the mesh, or `check` has an invalid value.
         TypeError: if `train_step` is not a function, is jitted already, is a module, or runs an optimizer of
             torch.optim; or if `mesh` is not a mesh. Also if `axis` is not a name, or if `units`, `over` or `split` is
             not a rule.

@@ -13,7 +13,7 @@ from fzero import optim, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import trees, world_sizes
-from tests.helpers import ALL_STAGES, cases, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import ALL_STAGES, cases, collectives_of, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 
@@ -25,8 +25,15 @@ def sizes(params: Any, n: int) -> tuple[int, int]:
 
 
 def expected_elements(stage: int, k: int, exact: int, padded: int) -> int:
-    """ZeRO's volumes, with k micro-batches: 2Ψ, 2Ψ, (k + 1)Ψ, 2kΨ; an all_reduce needs no padding."""
-    return [2 * exact, 2 * padded, (k + 1) * padded, 2 * k * padded][stage]
+    """Elements of a step with k micro-batches, by the words of the stage; an all_reduce needs no padding."""
+    gathers, scatters, reduces = collectives_of(fzero.zero.STAGES[stage], k)
+    return (gathers + scatters) * padded + 2 * reduces * exact
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_elements_of_the_first_stages_are_zeros(k):
+    """The paper's volumes: 2Ψ, 2Ψ, (k + 1)Ψ, 2kΨ."""
+    assert [expected_elements(stage, k, 1, 1) for stage in range(4)] == [2, 2, k + 1, 2 * k]
 
 
 SOME = [("gpt", 3, 1), ("odd sizes", 8, 4)]
@@ -51,12 +58,8 @@ def test_the_elements_that_each_stage_moves_are_those_of_the_table(model, n, k):
         assert log.bytes == 4 * log.elements
         assert {e.elements for e in log.other_events} == {2}  # the loss, and the norm where it is sharded
         gathers, scatters, reduces = (log.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-        assert (gathers, scatters, reduces) == [
-            (0, 0, units),
-            (units, units, 0),
-            (units, k * units, 0),
-            (k * units, k * units, 0),
-        ][stage]
+        of_unit = collectives_of(fzero.zero.STAGES[stage], k)
+        assert (gathers, scatters, reduces) == tuple(units * count for count in of_unit)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -66,21 +69,20 @@ def test_the_state_bytes_of_each_stage_are_those_of_the_table(model, n):
     params = gpt_params() if model == "gpt" else mlp_params(torch.float32)
     exact, padded = sizes(params, n)
     step_for = train_step_for(mlp_loss, optim.adam(1e-3))
-    for stage, expected in enumerate(
-        [12 * exact, 4 * exact + 8 * padded // n, 4 * exact + 8 * padded // n, 12 * padded // n]
-    ):
+    for stage, row in enumerate(fzero.zero.STAGES):
         step = fzero.shard(step_for, stage=stage, mesh=fzero.mesh(dp=n))
-        assert step.state_bytes(*step.init(params, optim.adam(1e-3))) == expected + 8
+        held = [padded // n if layout == "sharded" else exact for layout in (row.params, row.opt_state)]
+        assert step.state_bytes(*step.init(params, optim.adam(1e-3))) == 4 * held[0] + 8 * held[1] + 8
 
 
 @pytest.mark.slow
 @examples(25, 50)
-@given(trees(), world_sizes(), st.integers(0, 3))
+@given(trees(), world_sizes(), st.sampled_from(ALL_STAGES))
 def test_state_bytes_count_the_shards_of_any_tree(params, n, stage):
     exact, padded = sizes(params, n)
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=stage, mesh=fzero.mesh(dp=n))
     sharded, _ = step.init(params, optim.sgd(0.1))
-    assert step.state_bytes(sharded) == 8 * (padded // n if stage == 3 else exact)
+    assert step.state_bytes(sharded) == 8 * (padded // n if fzero.zero.STAGES[stage].shards_params else exact)
 
 
 def test_padding_is_less_than_a_rank_a_unit():

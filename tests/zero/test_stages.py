@@ -17,7 +17,7 @@ from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
 from fzero.zero import StageLayouts, _stages
-from tests.helpers import examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.helpers import collectives_of, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 FEWER_SUMS = StageLayouts(params="sharded", grads="once", opt_state="sharded")
 LAYOUTS = ("replicated", "sharded")
@@ -40,6 +40,7 @@ def is_valid(row: StageLayouts) -> bool:
 
 
 def test_a_stage_is_a_row_of_layouts():
+    """The first four are ZeRO's; a further row needs no line here."""
     rows = [fzero.shard(lambda p, s, x: (p, s), stage, fzero.mesh(dp=2)).layout for stage in range(len(_stages.STAGES))]
     assert rows[:4] == [
         ("replicated", "replicated", "replicated"),
@@ -70,16 +71,6 @@ def test_a_further_row_of_stages_is_another_way_to_shard(n):
         assert reductions[0] == 3 * reductions[1]
         with pytest.raises(ValueError, match="stage=2: expected a stage of ZeRO, 0 to 1"):
             fzero.shard(lambda p, s, x: (p, s), 2, mesh)
-
-
-def collectives_of(row: StageLayouts, k: int) -> tuple[int, int, int]:
-    """Gathers, reduce-scatters and all-reduces of a unit in a step of k micro-batches, by the words of the row.
-
-    Shards are gathered for each micro-batch, or once where full gradients stay beside the full parameters.
-    """
-    scatters = {"replicated": 0, "once": 1, "each": k}[row.grads]
-    gathers = scatters if row.params == "sharded" else int(row.opt_state == "sharded")
-    return gathers, scatters, int(row.grads == "replicated")
 
 
 def measure(step: Any, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, int]]:

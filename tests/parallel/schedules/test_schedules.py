@@ -7,25 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.parallel.schedules import Action, Message, PipelineSchedule, check, greedy, schedule
+from fzero.parallel.schedules._greedy import place_stages
 from fzero.parallel.schedules._named_schedules import NAMES
 from tests.helpers import examples
 from tests.parallel.schedules.strategies import durations, schedules
+from tests.parallel.schedules.table import KNOWN, TABLE, Counts
 
-KNOWN = [
-    ("gpipe", 1),
-    ("gpipe", 2),
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 3),
-    ("zb", 1),
-    ("zb", 2),
-    ("zbv", 2),
-]
 counts = st.integers(1, 8)
 
 
 def test_each_named_schedule_has_a_row():
-    assert {name for name, _ in KNOWN} == {*NAMES}, f"KNOWN in {__file__}: add a row (name, stages per rank)"
+    assert {*TABLE} == {*NAMES}, "TABLE in tests/parallel/schedules/table.py has a row for each"
 
 
 def test_each_named_schedule_is_in_the_docstring():
@@ -54,16 +46,9 @@ def test_known_schedules_can_be_run_for_any_count_and_stay_within_their_memory(k
     (name, stages), given_durations = known, data.draw(durations(known[1] * ranks))
     schedule_ = schedule(name, ranks, micro_batches, stages, **given_durations)
     check(schedule_)
-    group = micro_batches // max(1, micro_batches // ranks) + 1
-    least = {
-        "gpipe": lambda r: stages * micro_batches,
-        "1f1b": lambda r: ranks - r,
-        "interleaved": lambda r: (stages - 1) * group + 2 * (ranks - 1 - r) + 1,
-        "zb": lambda r: stages * ranks if stages == 1 or micro_batches % ranks == 0 else stages * group + ranks,
-        "zbv": lambda r: 2 * ranks,
-    }
-    assert name in least, f"`least` in {__file__}: add the most forward passes in flight on rank r of {name!r}"
-    assert all(schedule_.in_flight(rank) <= least[name](rank) for rank in range(ranks))
+    counted = Counts(ranks, micro_batches, stages)
+    most = [TABLE[name].most_in_flight(counted, rank) for rank in range(ranks)]
+    assert all(schedule_.in_flight(rank) <= most[rank] for rank in range(ranks))
 
 
 @examples(14, 100)
@@ -97,8 +82,9 @@ def test_a_known_schedule_is_never_longer_than_the_greedy_order_in_its_memory(kn
     (name, stages), given_durations = known, data.draw(durations(known[1] * ranks))
     schedule_ = schedule(name, ranks, micro_batches, stages, **given_durations)
     cap = None if name == "gpipe" else schedule_.in_flight
-    loop, split = "v" if name == "zbv" else "loop", NAMES[name].splits_backward
-    other = greedy(ranks, micro_batches, stages, placement=loop, cap=cap, splits_backward=split, **given_durations)
+    is_v = schedule_.rank_of_stage == place_stages(ranks, stages * ranks, "v")
+    placement, split = "v" if is_v else "loop", NAMES[name].splits_backward
+    other = greedy(ranks, micro_batches, stages, placement=placement, cap=cap, splits_backward=split, **given_durations)
     assert schedule_.timing(**given_durations).makespan <= other.timing(**given_durations).makespan * (1 + 1e-9)
 
 
@@ -285,15 +271,8 @@ def test_a_schedule_may_be_made_of_lists():
 
 @pytest.mark.parametrize("name,stages", KNOWN)
 def test_memory_and_messages_are_the_formulas_of_the_page(name, stages):
-    ranks, m, v = 4, 16, stages
-    schedule_ = schedule(name, ranks, m, v)
-    kept = {
-        "gpipe": lambda r: m,
-        "1f1b": lambda r: ranks - r,
-        "interleaved": lambda r: (ranks * (v + 1) - 2 * r - 1) / v,
-        "zb": lambda r: ranks,
-        "zbv": lambda r: ranks,
-    }
-    assert name in kept, f"`kept` in {__file__}: add the formula of {name!r} in docs/schedules.md"
-    assert [schedule_.in_flight(r) / v for r in range(ranks)] == [kept[name](r) for r in range(ranks)]
-    assert len(schedule_.messages) == (4 * m * (ranks - 1) if name == "zbv" else 2 * m * (v * ranks - 1))
+    counted, row = Counts(4, 16, stages), TABLE[name]
+    schedule_ = schedule(name, *counted)
+    in_flight = [schedule_.in_flight(r) / stages for r in range(4)]
+    assert in_flight == [row.in_flight(counted, r) for r in range(4)]
+    assert len(schedule_.messages) == row.num_messages(counted)
