@@ -4,6 +4,7 @@
 |---|---|
 | the lines `::: NAME` of `docs/api` | `__all__` of the packages |
 | "The passes" in `docs/jit.md` | `PASSES`; a new row shows its pass's first sentence and settings |
+| the contents of `docs/trouble.md` | its headings |
 | the optimizers in the reference, in the features and on the pages of the plugs | the functions of `fzero.optim` |
 
 A list keeps its order and its words. New names follow, and names that are gone leave it.
@@ -21,6 +22,7 @@ from tests.sources import ROOT
 
 REFERENCE = ROOT / "docs" / "api"
 PASSES_PAGE = ROOT / "docs" / "jit.md"
+TROUBLE_PAGE = ROOT / "docs" / "trouble.md"
 
 
 def write_names(text: str, package: str, names: list[str]) -> str:
@@ -72,10 +74,28 @@ def table_of_passes(text: str, passes: tuple[Pass, ...] = PASSES) -> str:
     return before + head + "\n".join([there.get(row.name) or row_of(row) for row in passes]) + end + after
 
 
+def anchor(heading: str) -> str:
+    """Return what the site makes of a heading."""
+    return re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+
+
+def contents(text: str) -> str:
+    """Write the links to a page's headings between its marks, those of the third level below the second."""
+    before, _, rest = text.partition("<!-- contents -->\n")
+    _, end, after = rest.partition("<!-- /contents -->\n")
+    code = re.sub(r"^```.*?^```", "", after, flags=re.MULTILINE | re.DOTALL)
+    links = [
+        f"{'    ' * (len(level) - 2)}- [{heading}](#{anchor(heading)})\n"
+        for level, heading in re.findall(r"^(##|###) (.+)$", code, re.MULTILINE)
+    ]
+    return "".join([before, "<!-- contents -->\n\n", *links, "\n", end, after])
+
+
 def pages() -> dict[pathlib.Path, str]:
     """Return the text of each page, with the lists as the code has them now."""
     passes = {PASSES_PAGE: table_of_passes(PASSES_PAGE.read_text())}
-    return reference() | passes | optimizer_pages()
+    trouble = {TROUBLE_PAGE: contents(TROUBLE_PAGE.read_text())}
+    return reference() | passes | trouble | optimizer_pages()
 
 
 if __name__ == "__main__":

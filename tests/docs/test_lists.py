@@ -3,7 +3,7 @@
 import pytest
 
 from fzero.graph._pass_manager import PASSES, Pass
-from tests.docs.lists import PASSES_PAGE, ROOT, pages, table_of_passes, without_lost_names, write_names
+from tests.docs.lists import PASSES_PAGE, ROOT, contents, pages, table_of_passes, without_lost_names, write_names
 from tests.optim.pages import merge, of_plugs
 
 
@@ -40,3 +40,10 @@ def test_a_new_pass_gets_a_row_of_its_docstring_in_the_order_of_the_passes():
     row = "| `a_new_pass` | Leave out multiplications by one. | `bucket_bytes` |"
     assert table_of_passes(text, (PASSES[0], new, *PASSES[1:])) == text.replace(first, f"{first}\n{row}")
     assert first not in table_of_passes(text, PASSES[1:])
+
+
+def test_the_contents_of_a_page_are_its_headings_and_not_its_comments():
+    page = "# P\n\n<!-- contents -->\n\n- [Old](#old)\n\n<!-- /contents -->\n\n## Out of `memory`\n\n### One, two\n"
+    links = "- [Out of `memory`](#out-of-memory)\n    - [One, two](#one-two)\n"
+    comment = "\n```python\n## a comment\n```\n"
+    assert contents(page + comment) == page.replace("- [Old](#old)\n", links) + comment

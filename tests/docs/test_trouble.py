@@ -5,14 +5,10 @@ import re
 
 import fzero
 from fzero._notice import trouble_link
+from tests.docs.lists import anchor
 
 ROOT = pathlib.Path(fzero.__file__).parent
 HEADINGS = re.findall(r"^## (.+)$", (ROOT.parent / "docs" / "trouble.md").read_text(), re.MULTILINE)
-
-
-def anchor(heading: str) -> str:
-    """Return what the site makes of a heading."""
-    return re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
 
 
 def test_every_pointer_has_its_heading():
