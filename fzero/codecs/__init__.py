@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
 from fzero.codecs._codec import (
+    CODECS,
     Codec,
     CodecKey,
     EncodedTensor,
@@ -16,13 +17,15 @@ from fzero.codecs._codec import (
     round_with,
     scale_blocks,
 )
-from fzero.codecs._quantize import KINDS, codes_to_float32, largest_magnitudes, pack, scales_of, unpack
+from fzero.codecs._quantize import KINDS, CodeKind, codes_to_float32, largest_magnitudes, pack, scales_of, unpack
 
 __all__ = ["Codec", "EncodedTensor", "float8", "int4", "int8"]
 
 # For other packages of fzero only. They may change in any release.
 INTERNAL = [
+    "CODECS",
     "KINDS",
+    "CodeKind",
     "CodecKey",
     "codes_to_float32",
     "decode_blocks",

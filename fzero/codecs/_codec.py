@@ -21,6 +21,7 @@ from fzero.codecs._quantize import (
 )
 
 __all__ = [
+    "CODECS",
     "Codec",
     "CodecKey",
     "EncodedTensor",
@@ -54,10 +55,10 @@ class EncodedTensor(NamedTuple):
 class Codec:
     """A codec: consecutive elements of a leaf are blocks, each with a scale, and each element is a code.
 
-    `int8`, `int4` and `float8` make one.
+    The functions of this module make one, such as `int8`.
 
     Attributes:
-        kind: "int8", "int4", "float8_e4m3" or "float8_e5m2".
+        kind: the kind of its codes, such as "int8" or "float8_e4m3". The error of another lists all.
         block: the number of elements of a block. The last block of a leaf may be shorter.
         rounding: "nearest", or "stochastic": up or down at random, so that the mean is right.
     """
@@ -347,3 +348,7 @@ def float8(kind: str = "e4m3", block: int = 256) -> Codec:
     """
     check_choice("kind", kind, ("e4m3", "e5m2"))
     return Codec(f"float8_{kind}", block)
+
+
+# by the names that `fzero.tune` and `fzero plan` take
+CODECS = {make.__name__: make for make in (int8, int4, float8)}

@@ -4,11 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fzero._names import missing_names
+from fzero.plugs._engine import EngineOptions, make_engine
+from fzero.plugs._param_groups import param_groups
 
 if TYPE_CHECKING:
     from fzero.plugs import accelerate, lightning, transformers
 
 __all__ = ["accelerate", "lightning", "transformers"]
+
+# For other packages of fzero only, and for a further plug. They may change in any release.
+INTERNAL = ["EngineOptions", "make_engine", "param_groups"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fzero.tuning._search_space import CODECS, EVERY_SECOND, USUAL_REMATS
+from fzero.codecs import CODECS
+from fzero.tuning._search_space import EVERY_SECOND, USUAL_REMATS
 from fzero.tuning.exports import EXPORTS
 from fzero.tuning.machines import MACHINES
 from fzero.tuning.models import PRESETS

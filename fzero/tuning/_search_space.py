@@ -7,15 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fzero import codecs
 from fzero._arguments import check_choice, check_int, is_int
+from fzero.codecs import CODECS
 from fzero.nn import SCALINGS
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
 from fzero.zero import STAGES
 
 __all__ = [
-    "CODECS",
     "EVERY_SECOND",
     "PARALLEL",
     "REMATS",
@@ -29,7 +28,6 @@ __all__ = [
     "min_stages_of",
 ]
 
-CODECS = {"int8": codecs.int8, "int4": codecs.int4, "float8": codecs.float8}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVERY_SECOND = "every-2"
 REMATS = (False, "matmuls", EVERY_SECOND, True)  # about from the most residuals to the fewest
@@ -64,7 +62,7 @@ class Configuration:
         schedule: the name of the pipeline schedule.
         stages_per_rank: the number of pipeline stages on a rank; None for as few as the schedule takes.
         chunked_loss: whether the loss is `fzero.nn.linear_cross_entropy`, whose logits never exist as a whole.
-        gather: the codec by which parameters are gathered: "int8", "int4" or "float8"; None for their own dtype.
+        gather: the codec by which parameters are gathered, such as "int8"; None for their own dtype.
         reduce: the codec by which gradients are summed over ranks; None for float32.
         moments: the kind of the optimizer's moments: "int8", "bfloat16", or None for float32.
         compiled: whether seconds count elementwise operations that Inductor may fuse as one kernel.

@@ -363,8 +363,8 @@ def tune(
             another kind. If all are alike, give `make_step` a true attribute `blocks_alike`: rows then take less time.
         chunked_loss: the `chunked_loss` of all configurations. With it, models by name compute their loss by
             `fzero.nn.linear_cross_entropy`, without logits as a whole.
-        gather: the codec by which all configurations gather parameters, "int8", "int4" or "float8"; by default they are
-            sent in their own dtype. `config.policy` has it, as it has `reduce`.
+        gather: the codec by which all configurations gather parameters, the name of a function of `fzero.codecs` such
+            as "int8"; by default they are sent in their own dtype. `config.policy` has it, as it has `reduce`.
         reduce: the codec by which gradients are summed over ranks; by default they are sent in float32.
         moments: "int8" or "bfloat16", which models by name then have: `moments=` of `optim.adamw`.
         float8: "tensorwise" or "rowwise". With it, the linear layers of blocks of models by name multiply in float8, by

@@ -93,6 +93,13 @@ def test_the_set_ups_of_pages_are_the_readmes_example():
     assert set_up.partition("mesh = ")[0] in readme and sum(map(len, set_ups)) >= 10
 
 
+def test_no_recipe_imports_a_private_file():
+    """A contributor writes what the `__init__` of a package lists; the files of `_torch` are open to all."""
+    imports = re.findall(r"^(?:from|import) fzero\.([\w.]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    private = [module for module in imports if re.search(r"(^|\.)_", module)]
+    assert len(imports) > 6 and {module.split(".")[0] for module in private} == {"_torch"}
+
+
 def test_the_faults_of_the_collective_recipe_find_their_places():
     page = ROOT / "CONTRIBUTING.md"
     code, rows = (next(b for b in blocks(page) if word in b.body) for word in ("MIRROR = ", "faults = "))

@@ -3,7 +3,7 @@
 from fzero.parallel.schedules._actions import Action, Message, Value, output_of
 from fzero.parallel.schedules._greedy import greedy
 from fzero.parallel.schedules._instructions import Instruction, programs
-from fzero.parallel.schedules._named_schedules import NAMES, check_name, schedule
+from fzero.parallel.schedules._named_schedules import NAMES, NamedSchedule, check_name, one_f_one_b, schedule
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import check
 from fzero.parallel.schedules._timing import Timing
@@ -14,8 +14,10 @@ __all__ = ["Action", "Message", "PipelineSchedule", "Timing", "check", "greedy",
 INTERNAL = [
     "NAMES",
     "Instruction",
+    "NamedSchedule",
     "Value",
     "check_name",
+    "one_f_one_b",
     "output_of",
     "programs",
 ]

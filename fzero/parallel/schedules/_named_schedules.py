@@ -11,7 +11,7 @@ from fzero.parallel.schedules._greedy import Cap, caps_by_rank, check_counts, li
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._timing import Durations, time_schedule
 
-__all__ = ["NAMES", "check_name", "schedule"]
+__all__ = ["NAMES", "NamedSchedule", "check_name", "one_f_one_b", "schedule"]
 
 
 def _group_sizes(ranks: int, micro_batches: int) -> list[int]:

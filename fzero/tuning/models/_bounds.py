@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from fzero.codecs import CODECS
 from fzero.graph import Hardware, product_seconds, transfer_seconds
 from fzero.parallel.schedules import NAMES
 from fzero.tuning._search_space import EVERY_SECOND, Configuration
@@ -12,7 +13,7 @@ __all__ = ["Bounds", "compute_bounds"]
 
 _NORM_VALUES = 8  # values of the residual stream that two norms and two sums of a block read and write, fused
 _MOMENT_BYTES = {None: 8, "bfloat16": 4, "int8": 2}  # of both moments of AdamW, an element
-_CODED_BYTES = {"int8": 1.0, "float8": 1.0, "int4": 0.5}
+_CODED_BYTES = {name: make().code_kind.bits / 8 for name, make in CODECS.items()}
 
 
 class Bounds(NamedTuple):

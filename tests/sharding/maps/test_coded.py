@@ -23,7 +23,7 @@ from tests.precision_steps import step_of, wide_norm
 from tests.tiny_gpt import gpt_loss, gpt_params
 
 INT8, INT4 = codecs.int8(16), codecs.int4(16)
-SOME = [INT8, INT4, codecs.float8(block=16), codecs.float8("e5m2", 16)]
+SOME = [*[make(block=16) for make in codecs.CODECS.values()], codecs.float8("e5m2", 16)]
 OPT = optim.sgd(1.0)
 
 
