@@ -14,6 +14,13 @@ from fzero.testing import _awkward_shapes
 from tests.helpers import examples
 
 KINDS = [*codecs.KINDS]
+# of each kind, the bits of a code, its largest number, and the next smaller one
+TABLE = {
+    "int8": (8, 127.0, 126.0),
+    "int4": (4, 7.0, 6.0),
+    "float8_e4m3": (8, 448.0, 416.0),
+    "float8_e5m2": (8, 57344.0, 49152.0),
+}
 BLOCKS = [2, 3, 16, 256]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 
@@ -30,6 +37,21 @@ def spread(shape: Any, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g) * 10 ** (4 * torch.rand(shape, generator=g) - 2)
     return x.to(dtype)
+
+
+def test_each_kind_has_a_row():
+    assert {*TABLE} == {*KINDS}, "TABLE in tests/codecs/test_codecs.py has a row for each"
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_the_numbers_of_a_kind_are_those_of_its_row(kind):
+    """They are exact, and there is none between the two."""
+    bits, largest, below = TABLE[kind]
+    middle = (largest + below) / 2
+    x = torch.tensor([largest, below, -below, middle * 1.001, middle * 0.999])
+    assert Codec(kind, 16).round(x).tolist() == [largest, below, -below, largest, below]
+    assert Codec(kind, 16).num_bytes(1600) == 200 * bits + 400
+    assert codecs.KINDS[kind].largest == largest
 
 
 @examples(40, 400)

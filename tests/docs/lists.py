@@ -4,6 +4,7 @@
 |---|---|
 | the lines `::: NAME` of `docs/api` | `__all__` of the packages |
 | "The passes" in `docs/jit.md` | `PASSES`; a new row shows its pass's first sentence and settings |
+| the options in `docs/planner.md` | those of `fzero plan` |
 | the contents of `docs/trouble.md` | its headings |
 | the optimizers in the reference, in the features and on the pages of the plugs | the functions of `fzero.optim` |
 
@@ -16,6 +17,7 @@ import pathlib
 import re
 
 from fzero.graph._pass_manager import PASSES, Pass, PassSettings
+from tests.docs import options
 from tests.optim.pages import pages as optimizer_pages
 from tests.public_names import OF_FZERO, on_pages
 from tests.sources import ROOT
@@ -95,7 +97,7 @@ def pages() -> dict[pathlib.Path, str]:
     """Return the text of each page, with the lists as the code has them now."""
     passes = {PASSES_PAGE: table_of_passes(PASSES_PAGE.read_text())}
     trouble = {TROUBLE_PAGE: contents(TROUBLE_PAGE.read_text())}
-    return reference() | passes | trouble | optimizer_pages()
+    return reference() | passes | trouble | {options.PAGE: options.page()} | optimizer_pages()
 
 
 if __name__ == "__main__":

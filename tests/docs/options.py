@@ -1,4 +1,4 @@
-"""The options of `fzero plan` as tables of docs/planner.md: `python -m tests.docs.options` writes them."""
+"""The options of `fzero plan` as tables of docs/planner.md."""
 
 import argparse
 import re
@@ -48,6 +48,6 @@ def _default(action: argparse.Action) -> str:
     return f"`{','.join(shown)}`"
 
 
-if __name__ == "__main__":
-    text = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{tables()}\n{END}", text, flags=re.DOTALL))
+def page() -> str:
+    """Return the text of the page, with the tables as the options are now."""
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{tables()}\n{END}", PAGE.read_text(), flags=re.DOTALL)

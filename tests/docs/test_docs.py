@@ -19,7 +19,6 @@ import torch
 import fzero
 from fzero.parallel.schedules._named_schedules import NAMES
 from tests.distributed.launch import world as processes
-from tests.docs import options
 from tests.docs.pages import DOCS, GUIDES, PAGES, REFERENCE, ROOT, TUTORIAL, Block, blocks
 from tests.docs.sentences import WRITTEN, long_items, one_line_a_sentence
 
@@ -212,11 +211,6 @@ def test_every_named_schedule_is_in_the_table_of_its_page():
     assert first_cells("schedules.md", "name") == [f'"{name}"' for name in NAMES], (
         'docs/schedules.md, "Which schedule to use": a row for each schedule, in the order of NAMES'
     )
-
-
-def test_every_option_of_fzero_plan_is_in_the_tables_of_its_page():
-    shown = (DOCS / "planner.md").read_text().partition(options.BEGIN)[2].partition(options.END)[0]
-    assert shown == options.tables() + "\n", "python -m tests.docs.options writes the tables"
 
 
 def test_every_name_that_a_guide_uses_is_in_the_reference():

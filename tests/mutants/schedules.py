@@ -1,11 +1,8 @@
 """Faults in fzero/parallel/schedules."""
 
-import ast
-import pathlib
-
 from tests.mutants.changes import always, bare, becomes, constant, dropped, never, returns, skipped, swapped
 from tests.mutants.mutant import Fault, File
-from tests.mutants.places import tree_of
+from tests.mutants.rows import keys_of
 
 CHECK = ("tests/parallel/schedules/test_check.py",)
 LAWS = ("tests/parallel/schedules/test_schedules.py",)
@@ -13,15 +10,6 @@ PARSE = ("tests/parallel/schedules/test_parse.py",)
 PICTURE = ("tests/parallel/schedules/test_picture.py",)
 
 GPIPE = "NamedSchedule(orders=(partial(one_f_one_b, wait=True),))"
-
-
-def named_schedules() -> list[str]:
-    """List the rows of the table of schedules, by syntax: a fault is planted in a process that imports no fzero."""
-    path = pathlib.Path(__file__).parents[2] / "fzero" / "parallel" / "schedules" / "_named_schedules.py"
-    tables = [node for node in tree_of(path.read_text()).body if isinstance(node, ast.Assign)]
-    (rows,) = [x.value for x in tables if ast.unparse(x.targets[0]) == "NAMES"]
-    assert isinstance(rows, ast.Dict)
-    return [ast.literal_eval(key) for key in rows.keys if key is not None]
 
 
 MUTANTS = [
@@ -89,16 +77,26 @@ MUTANTS = [
     *File("parallel/schedules/_named_schedules.py", LAWS).faults(
         *[
             Fault(f"{name} keeps as much as gpipe", "NAMES", becomes(f'"{name}": A', f'"{name}": {GPIPE}'))
-            for name in named_schedules()
+            for name in keys_of("parallel/schedules/_named_schedules.py", "NAMES")
             if name != "gpipe"
         ],
         Fault("the last group of micro-batches is smaller", "_group_sizes", becomes("A // ranks", "-(-A // ranks)")),
         Fault(
             "interleaved 1F1B prefers the order for messages of one hop",
             "NAMES",
-            becomes("(A, B)", "(B, A)", at="2 of 3"),
+            becomes(
+                '"interleaved": NamedSchedule(orders=(A, B), min_stages=2, advice=C)',
+                '"interleaved": NamedSchedule(orders=(B, A), min_stages=2, advice=C)',
+            ),
         ),
-        Fault("1F1B prefers the order for messages of two hops", "NAMES", becomes("(A, B)", "(B, A)", at="1 of 3")),
+        Fault(
+            "1F1B prefers the order for messages of two hops",
+            "NAMES",
+            becomes(
+                '"1f1b": NamedSchedule(orders=(A, B), max_stages=1, advice=C)',
+                '"1f1b": NamedSchedule(orders=(B, A), max_stages=1, advice=C)',
+            ),
+        ),
         Fault(
             "zero-bubble runs the weight half at once",
             "one_f_one_b",

@@ -2,12 +2,18 @@
 
 from tests.mutants.changes import always, becomes, constant, dropped, never
 from tests.mutants.mutant import Fault, File
+from tests.mutants.rows import keys_of
 
+HALF = "CodeKind(4, 3.5, torch.int8)"
 CODECS = ("tests/codecs/test_codecs.py",)
 CODED = ("tests/sharding/maps/test_coded.py",)
 
 MUTANTS = [
     *File("codecs/_quantize.py", CODECS).faults(
+        *[
+            Fault(f"{name} has other numbers", "KINDS", becomes(f'"{name}": A', f'"{name}": {HALF}'))
+            for name in keys_of("codecs/_quantize.py", "KINDS")
+        ],
         Fault(
             "a block has the scale of the next one",
             "quantize",
