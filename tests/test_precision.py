@@ -17,7 +17,8 @@ from fzero import optim, tree
 from fzero._notice import warn_once
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
-from tests.helpers import ALL_STAGES, cases, either, examples, mlp_batch, mlp_loss, mlp_params
+from tests.helpers import ALL_STAGES, cases, either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
+from tests.optim.table import TABLE
 from tests.precision_steps import HALF, MICRO_BATCHES, integers, linear_loss, step_of, train, unsharded, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
@@ -249,6 +250,18 @@ def test_the_optimizer_sees_the_masters():
     state, params = opt.init(params), precision.cast(params)
     _, state = opt.update({"w": torch.zeros(1)}, state, params)
     assert torch.equal(state.master["w"], third + -0.5 * (0.5 * third))
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("name", [*TABLE])
+def test_the_state_has_the_dtypes_of_the_unsharded_state(name, stage):
+    """An optimizer makes its state from the masters: adafactor's sums took the rounded parameters' dtype."""
+    opt = optim.master_weights(TABLE[name].optimizer, fzero.Precision(torch.bfloat16))
+    params = {"w": torch.ones(4, 6), "b": torch.ones(6)}
+    step = fzero.shard(train_step_for(lambda p, x: p["b"].sum(), opt), stage=stage, mesh=fzero.mesh(dp=2))
+    state = step.gather(step.init(params, opt))[1]
+    dtypes = tree.map(lambda x: x.dtype, state)
+    assert dtypes == tree.map(lambda x: x.dtype, opt.init(params))
 
 
 def test_a_master_beyond_the_range_of_half_precision_comes_back():

@@ -87,6 +87,12 @@ MUTANTS = [
     ),
     *File("sharding/elements/_leaf_ids.py").faults(
         Fault("the global norm is not summed over the ranks", "global_norm", bare("B(A, axes)")),
+        Fault(
+            "an optimizer's sums of masters have the dtype of the parameters",
+            "abstract.full_leaves",
+            becomes("unit.shard.dtype", "spec.dtype"),
+            tests=("tests/test_precision.py",),
+        ),
         Fault("padding counts in the global norm", "zero_padding", becomes("A < B", "A < B + 9")),
         Fault("a tied leaf counts twice in the global norm", "global_norm", becomes("A[id(B)]", "A[len(A)]")),
     ),

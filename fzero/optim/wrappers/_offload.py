@@ -144,8 +144,9 @@ def _check_optimizer(optimizer: Optimizer, ratio: Ratio, update_on: str) -> None
         )
     if update_on == "host" and optimizer.elementwise is False:
         raise ValueError(
-            f"offload: {optimizer.name} reads full leaves or trees, and the host holds only a piece of each: put "
-            'clipping before offload, in a chain, or update on the device, offload(opt, ratio, update_on="device")'
+            f"offload: {optimizer.name} reads full leaves or trees, or has moments=, and the host holds only pieces of "
+            "leaves: put clipping before offload, in a chain, leave moments= out, or update on the device, "
+            'offload(opt, ratio, update_on="device")'
         )
 
 

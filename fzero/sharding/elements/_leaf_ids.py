@@ -142,7 +142,8 @@ def abstract(params: Tree, parts: bool = False) -> Tree:
 
     def full_leaves(unit: ShardedUnit) -> list[torch.Tensor]:
         spec = traced_spec(unit.spec_id)
-        return [meta(shape, spec.dtype) for shape in (spec.shapes if parts else spec.item_shapes)]
+        # the box's dtype: masters lie in boxes of units whose parameters are narrower
+        return [meta(shape, unit.shard.dtype) for shape in (spec.shapes if parts else spec.item_shapes)]
 
     entries, structure = tree.flatten(map_units(full_leaves, params), is_box)
     plain = [meta(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in entries]
