@@ -30,6 +30,7 @@ from tests.optim.helpers import (
     train,
     train_with_torch,
 )
+from tests.optim.pages import whole_optimizers
 from tests.optim.table import TABLE, small_params
 
 
@@ -190,6 +191,12 @@ def test_nesterov_without_momentum_is_refused():
 )
 def test_an_optimizer_shows_the_call_that_made_it(opt, call):
     assert repr(opt) == f"Optimizer({call})"
+
+
+@pytest.mark.parametrize("name", whole_optimizers())
+def test_an_optimizer_of_a_function_has_its_name(name):
+    opt = getattr(optim, name)(0.1)
+    assert repr(opt).startswith(f"Optimizer({name}("), f"@optimizer_factory on {name}, below @torch_hints"
 
 
 def test_the_call_that_made_an_optimizer_changes_nothing_else():
