@@ -12,8 +12,8 @@ __all__ = [
     "check_path",
     "check_remat",
     "did_you_mean",
+    "function_name",
     "is_int",
-    "name_of",
     "show_value",
 ]
 
@@ -23,7 +23,7 @@ def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def name_of(f: Any) -> str:
+def function_name(f: Any) -> str:
     """Return the name of the user's function for a message, "f" if it has none."""
     return getattr(f, "__name__", "f")
 

@@ -210,12 +210,12 @@ def _nearest(f: Callable[..., Any], names: Iterable[str]) -> str:
     nearest = []
     for name in names:
         words = _WORDS.get(name, ())
-        known = [word for word in words if word in parameters]
-        matches = known or difflib.get_close_matches(name, parameters, 1)
+        known_words = [word for word in words if word in parameters]
+        matches = known_words or difflib.get_close_matches(name, parameters, 1)
         elsewhere = [_FOREIGN_ARGUMENTS[word] for word in (name, *words) if word in _FOREIGN_ARGUMENTS]
         if name in parameters:
             continue
-        if elsewhere and not known:
+        if elsewhere and not known_words:
             nearest.append(f"{name}= is {elsewhere[0]}")
         elif matches:
             nearest.append(f"did you mean {matches[0]}=, not {name}=?")

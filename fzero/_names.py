@@ -81,7 +81,7 @@ def missing_members(elsewhere: Mapping[str, str]) -> Callable[[Any, str], Any]:
 
     def raise_with_hint(self: Any, name: str) -> Any:
         """Raise an AttributeError that says what stands in the attribute's place."""
-        known = () if name.startswith("_") else dir(self)  # copy, pickle and other protocols ask for the former
-        raise missing_attribute(f"{type(self).__name__!r} object", name, known, elsewhere)
+        members = () if name.startswith("_") else dir(self)  # copy, pickle and other protocols ask for the former
+        raise missing_attribute(f"{type(self).__name__!r} object", name, members, elsewhere)
 
     return raise_with_hint

@@ -22,11 +22,11 @@ class Report:
 
 
 class FigureReport(Report):
-    """A report with a picture. A subclass draws it in `_figure`, and describes it in `_caption`."""
+    """A report with a picture. A subclass draws it in `_draw_figure`, and describes it in `_caption`."""
 
     _caption = ""
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         """Draw the picture as a matplotlib figure."""
         raise NotImplementedError
 
@@ -37,12 +37,12 @@ class FigureReport(Report):
             path: the path of the file. Its ending sets the format, such as ".png" or ".svg".
         """
         path = check_path("path", path, "the path of an image file, such as 'plan.png'")
-        self._figure().savefig(path, dpi=120)
+        self._draw_figure().savefig(path, dpi=120)
 
     def _repr_html_(self) -> str:
         page = super()._repr_html_()
         try:
-            figure = self._figure()
+            figure = self._draw_figure()
         except ImportError:  # without matplotlib the text stands alone
             return page
         with io.BytesIO() as file:

@@ -73,10 +73,10 @@ class UserFrames:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Shorten the traceback of an error that is a message, or raise the error that names a lost rank."""
-        if (lost := find_lost_rank_error(error)) is not None:
+        if (lost_rank_error := find_lost_rank_error(error)) is not None:
             if error is not None and not sys.flags.dev_mode:
                 error.__traceback__ = _user_frames(trace)
-            raise lost from error
+            raise lost_rank_error from error
         if not isinstance(error, Exception) or sys.flags.dev_mode:
             return
         # the first entry is the frame of this context

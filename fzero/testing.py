@@ -60,8 +60,8 @@ def assert_trees_close(actual: Tree, expected: Tree, rtol: float | None = None, 
             assert type(x) is type(y) and x == y, f"{label}: {x!r} is not {y!r}"
             continue
         assert isinstance(x, torch.Tensor), f"{label}: {x!r} is not a tensor"
-        found, wanted = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
-        assert found == wanted, f"{label}: {found} is not {wanted}"
+        actual_type, expected_type = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
+        assert actual_type == expected_type, f"{label}: {actual_type} is not {expected_type}"
         if not y.is_floating_point():
             assert torch.equal(x, y), f"{label}: {x} is not {y}"
             continue
@@ -265,14 +265,16 @@ def optimizers() -> st.SearchStrategy[optim.Optimizer]:
     usual |= {"fallback": optim.adam(1e-2, eps=1e-3)}
 
     def make(name: str) -> optim.Optimizer:
-        takes = inspect.signature(getattr(optim, name)).parameters
-        return getattr(optim, name)(1e-2, **{k: v for k, v in usual.items() if k in takes})
+        parameters = inspect.signature(getattr(optim, name)).parameters
+        return getattr(optim, name)(1e-2, **{k: v for k, v in usual.items() if k in parameters})
 
     functions = [f for name in optim.__all__ if inspect.isfunction(f := getattr(optim, name))]
-    whole = [f.__name__ for f in functions if next(iter(inspect.signature(f).parameters), "") == "learning_rate"]
+    complete_optimizers = [
+        f.__name__ for f in functions if next(iter(inspect.signature(f).parameters), "") == "learning_rate"
+    ]
     return st.sampled_from(
         [
-            *[make(name) for name in whole],
+            *[make(name) for name in complete_optimizers],
             optim.sgd(0.1, momentum=0.9),
             optim.sgd(optim.warmup_cosine(0.1, 1, 4), momentum=0.9, nesterov=True),
             optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)),

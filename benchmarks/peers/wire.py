@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import tree
-from fzero._torch import group_of
+from fzero._torch import rank_group
 
 __all__ = ["Wire"]
 
@@ -53,7 +53,7 @@ def ranks_of(args: Any) -> int:
                 return dist.ProcessGroup.unbox(x).size()
         if isinstance(x, str):
             with contextlib.suppress(RuntimeError, ValueError):  # the name of an operation, such as "sum"
-                return group_of(x).size()
+                return rank_group(x).size()
     return 0
 
 

@@ -138,21 +138,21 @@ class _Process:
 
     def _idle(self, now: float) -> float:
         """Return for how long the rank used at most the share `_BUSY_SHARE` at its activity."""
-        self._state, used, self._sample_is_complete, self.links.silent = self._system.sample(now)
+        self._state, used_seconds, self._sample_is_complete, self.links.silent = self._system.sample(now)
         if self._state == "D":
             return 0.0
         begin = self._since if self._is_new else now
         self._is_new = False
         if not self._uses or now - self._uses[-1][0] >= self._config.limit_seconds / 20:
-            self._uses.append((begin, used))
-        while self._uses and used - self._uses[0][1] > _BUSY_SHARE * (now - self._uses[0][0]) + _BUSY_SECONDS:
+            self._uses.append((begin, used_seconds))
+        while self._uses and used_seconds - self._uses[0][1] > _BUSY_SHARE * (now - self._uses[0][0]) + _BUSY_SECONDS:
             self._uses.popleft()
         return now - self._uses[0][0] if self._uses else 0.0
 
     def owned_links(self, links: list[Link]) -> list[Link]:
         """Return which of the links are the rank's."""
-        mine = self._system.links() if links else set[Link]()
-        return [link for link in links if link in mine]
+        own_links = self._system.links() if links else set[Link]()
+        return [link for link in links if link in own_links]
 
 
 class _Heartbeat:
@@ -235,8 +235,8 @@ class _Heartbeat:
         """Return whether all who have to know that this rank has ended know it."""
         if self.config.rank:
             return (self.rank_zero.echoed or 0.0) > ended_at
-        others = {r for r, p in self.detector.activities.items() if r and p.process not in GONE}
-        return not others or (self.verdict is not None and others <= self.ranks_with_verdict)
+        other_processes = {r for r, p in self.detector.activities.items() if r and p.process not in GONE}
+        return not other_processes or (self.verdict is not None and other_processes <= self.ranks_with_verdict)
 
     def read_lines(self) -> bool:
         """Read what the rank says. Return whether it can still say something."""
@@ -261,8 +261,8 @@ class _Heartbeat:
             self.detector.hear(0, activity, None, now)
             self.link_ends.hear(0, links.sought(), self.process.owned_links(self.link_ends.questions(0)), now)
             self.find_ends(self.ends_for(0), now)
-            others = {r: p for r, p in self.detector.activities.items() if r}
-            self.places = show_activities(others)  # once a beat: it grows with the number of ranks
+            other_processes = {r: p for r, p in self.detector.activities.items() if r}
+            self.places = show_activities(other_processes)  # once a beat: it grows with the number of ranks
             paces = {r: Pace(p.step, p.work) for r, p in self.detector.activities.items()}
             if self.stragglers.compare(paces, {r: p.host for r, p in self.detector.activities.items()}):
                 _send_to_rank(stragglers=self.stragglers.slow_ranks)

@@ -59,8 +59,8 @@ class LinkEnds:
 
     def questions(self, rank: int) -> list[Link]:
         """Return the links that other ranks ask for, from the end that is sought."""
-        asked = [k for k, (asker, _) in self._questions.items() if asker != rank and k not in self._owners]
-        return [k.reversed() for k in asked[:_MAX_LINKS]]
+        open_questions = [k for k, (asker, _) in self._questions.items() if asker != rank and k not in self._owners]
+        return [k.reversed() for k in open_questions[:_MAX_LINKS]]
 
     def answers(self, rank: int) -> list[tuple[Link, int]]:
         """Return the links that a rank has asked for, and the rank at the other end of each."""

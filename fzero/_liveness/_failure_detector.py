@@ -97,8 +97,8 @@ class LostRank(NamedTuple):
     places: str
 
     def __str__(self) -> str:
-        others = f"; the others: {self.places}" if self.places else ""
-        return f"rank {self.rank} ({self.host}) is lost: {self.reason}; last seen {self.seen}{others}"
+        other_places = f"; the others: {self.places}" if self.places else ""
+        return f"rank {self.rank} ({self.host}) is lost: {self.reason}; last seen {self.seen}{other_places}"
 
 
 def _format_ranks(ranks: list[int]) -> str:
@@ -171,13 +171,13 @@ class FailureDetector:
         if self.verdict is None:
             for rank, reason in self._find_lost(now):
                 activity = self.activities.get(rank, _UNKNOWN)
-                others = {r: self._mark_silent(r, p, now) for r, p in self.activities.items() if r != rank}
+                other_processes = {r: self._mark_silent(r, p, now) for r, p in self.activities.items() if r != rank}
                 self.verdict = LostRank(
                     rank=rank,
                     host=activity.host,
                     reason=reason,
                     seen=str(activity),
-                    places=show_activities(others),
+                    places=show_activities(other_processes),
                 )
                 break
         return self.verdict
@@ -215,10 +215,10 @@ class FailureDetector:
     def _find_cut(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank at most ends of links that carry nothing, though all ranks answer."""
         cuts = {r: p.cut for r, p in alive.items() if p.cut[1] > self.limit_seconds / 2}
-        ends = [end for r, cut in cuts.items() for end in (r, cut[0])]
+        ends = [end for r, link in cuts.items() for end in (r, link[0])]
         if any(seconds > self.limit_seconds for _, seconds in cuts.values()):
             rank = max(ends, key=lambda r: (ends.count(r), r))
-            other = next(cut[0] if r == rank else r for r, cut in cuts.items() if rank in (r, cut[0]))
+            other = next(link[0] if r == rank else r for r, link in cuts.items() if rank in (r, link[0]))
             seconds = max(seconds for _, seconds in cuts.values())
             between = f"between it and rank {other} ({self._host(other)})"
             yield rank, f"nothing has come through {between} for {seconds:.0f} s, though both reach rank 0's host"
@@ -229,12 +229,12 @@ class FailureDetector:
     def _find_hanging(self, alive: Mapping[int, Activity]) -> Iterator[tuple[int, str]]:
         """Yield the rank that the others wait for, if none gets on; or that works at one place without end."""
         rank = min(alive, key=lambda r: (alive[r].waiting, alive[r].step, alive[r].count))
-        others = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
+        verdict = "the others wait for it" if not alive[rank].waiting else "the ranks wait for one another"
         if all(p.idle > (self.limit_seconds if p.is_known else self.stall_seconds) for p in alive.values()):
             yield from ((r, "no heartbeat of it has ever come") for r in range(self.size) if r not in self.activities)
-            yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {others}"
+            yield rank, f"it has not gone on for {alive[rank].idle:.0f} s, and {verdict}"
         if all(p.seconds > 2 * self.stall_seconds for p in alive.values()):
-            yield rank, f"it has worked at one place for {alive[rank].seconds:.0f} s, and {others}"
+            yield rank, f"it has worked at one place for {alive[rank].seconds:.0f} s, and {verdict}"
 
 
 def _how_gone(activity: Activity) -> str:

@@ -75,15 +75,20 @@ class Stragglers:
         candidates: list[Straggler] = []
         for i, place in enumerate(_PLACES):
             seconds = {r: (p.seconds[i] - self._starts[r].seconds[i]) / steps[r] for r, p in paces.items()}
-            for rank, mine in seconds.items():
-                others = median(x for r, x in seconds.items() if r != rank)
-                if mine < _SLOW_FACTOR * others or mine < others + _MIN_EXTRA_SECONDS:
+            for rank, rank_seconds in seconds.items():
+                median_seconds = median(x for r, x in seconds.items() if r != rank)
+                if rank_seconds < _SLOW_FACTOR * median_seconds or rank_seconds < median_seconds + _MIN_EXTRA_SECONDS:
                     self._since.pop((rank, place), None)
                 elif (rank, place) in self._since:
                     since = self._since[rank, place]
                     candidates.append(
                         Straggler(
-                            rank=rank, host=hosts[rank], where_slow=place, seconds=mine, others=others, since=since
+                            rank=rank,
+                            host=hosts[rank],
+                            where_slow=place,
+                            seconds=rank_seconds,
+                            others=median_seconds,
+                            since=since,
                         )
                     )
                 else:

@@ -209,8 +209,8 @@ def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
         if kind == _DIAG_INFO and length >= 4 + 136:
             acknowledged, received = struct.unpack_from("=QQ", rest, 4 + 120)
         rest = rest[(max(length, 4) + 3) & ~3 :]
-    ports, (one, other) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
-    link = Link(_format_address(message[0], one), ports[0], _format_address(message[0], other), ports[1])
+    ports, (source, destination) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
+    link = Link(_format_address(message[0], source), ports[0], _format_address(message[0], destination), ports[1])
     return inode, _TcpConnection(unsent > 0 and timer != _PROBE_TIMER, acknowledged + received, acknowledged, link)
 
 

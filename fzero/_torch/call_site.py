@@ -61,7 +61,7 @@ def current_call_site() -> _CallSite:
     name = node.name if isinstance(node.name, str) else node.name()  # under torch.func a Function's name is a string
     number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
     return _CallSite(
-        line=line if in_backward else _line_of(node) or line,
+        line=line if in_backward else _user_line(node) or line,
         backward=name,
         collective=collective,
         forward=False,
@@ -81,7 +81,7 @@ def _is_user_file(file: str) -> bool:
     return is_user_code(file) and (not file.startswith(_STANDARD) or _INSTALLED in file)
 
 
-def _line_of(node: Any) -> str:
+def _user_line(node: Any) -> str:
     """Return the user's line that made a node of autograd; "" if it is unknown."""
     for entry in reversed(node.metadata.get("traceback_") or ()):
         match = re.match(r'\s*File "(.+)", line (\d+)', entry)

@@ -204,10 +204,10 @@ def pad_constant(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.T
 
 def _with_strides(results: Sequence[Any], stand_ins: Sequence[Any]) -> tuple[Any, ...]:
     """Return results with the strides of their stand-ins."""
-    return tuple([_with_strides_of(like, x) for x, like in zip(results, stand_ins, strict=True)])
+    return tuple([_match_strides(like, x) for x, like in zip(results, stand_ins, strict=True)])
 
 
-def _with_strides_of(like: Any, x: Any) -> Any:
+def _match_strides(like: Any, x: Any) -> Any:
     """Return `x` with the strides of a dense stand-in: a copy if its strides differ where they matter."""
     if not isinstance(like, torch.Tensor) or have_equal_strides(x, like):
         return x

@@ -109,10 +109,11 @@ def pickle_graphs(graphs: Sequence[_GraphWithStandIns]) -> bytes:
     """
     from torch._inductor import config
 
-    with _without_warnings_of_settings():
+    with _without_setting_warnings():
         settings = (config.save_config(), _read_settings())
     rows = [
-        (_graph_lines(graph), _metadata_of(stand_ins), _metadata_of(results)) for graph, stand_ins, results in graphs
+        (_graph_lines(graph), _tensor_metadata(stand_ins), _tensor_metadata(results))
+        for graph, stand_ins, results in graphs
     ]
     return pickle.dumps((settings, rows))
 
@@ -125,7 +126,7 @@ def unpickle_graphs(data: bytes) -> list[Callable[[], _GraphWithStandIns]]:
     from torch._inductor import config
 
     (inductor_config, settings), rows = pickle.loads(data)
-    with _without_warnings_of_settings():
+    with _without_setting_warnings():
         config.load_config(inductor_config)
     _apply_settings(settings)
 
@@ -138,14 +139,14 @@ def unpickle_graphs(data: bytes) -> list[Callable[[], _GraphWithStandIns]]:
 
 
 @contextmanager
-def _without_warnings_of_settings() -> Iterator[None]:
+def _without_setting_warnings() -> Iterator[None]:
     """Silence torch 2.15, which warns of its own deprecated settings where all of them are copied."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
-def _metadata_of(stand_ins: Sequence[torch.Tensor]) -> list[TensorMetadata]:
+def _tensor_metadata(stand_ins: Sequence[torch.Tensor]) -> list[TensorMetadata]:
     return [(x.shape, x.stride(), x.dtype, x.device) for x in stand_ins]
 
 

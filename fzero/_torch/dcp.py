@@ -74,8 +74,8 @@ def _joined_path(*parts: str) -> str:
     return "/".join(parts)
 
 
-def _check(holds: bool, reason: str) -> None:
-    if not holds:
+def _check(condition: bool, reason: str) -> None:
+    if not condition:
         raise pickle.UnpicklingError(reason)
 
 

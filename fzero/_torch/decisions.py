@@ -60,7 +60,7 @@ def decisions(
     env = _make_environment()
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     stand_ins = [_stand_in(x, mode, {d for j, d in size_dims if j == i}, device) for i, x in enumerate(tensors)]
-    symbol = _symbol_of(stand_ins, size_dims)
+    symbol = _size_symbol(stand_ins, size_dims)
     operations = _Operations(symbol, env)
     _record_operations(f, stand_ins, mode, operations)
     if len(env.guards) > _MAX_COMPARISONS:
@@ -114,7 +114,7 @@ def _stand_in(x: torch.Tensor, mode: FakeTensorMode, dims: Collection[int], devi
     return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(kinds))
 
 
-def _symbol_of(stand_ins: Sequence[torch.Tensor], size_dims: Collection[tuple[int, int]]) -> "sympy.Symbol":
+def _size_symbol(stand_ins: Sequence[torch.Tensor], size_dims: Collection[tuple[int, int]]) -> "sympy.Symbol":
     sizes = [stand_ins[i].shape[d] for i, d in size_dims]
     symbols = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
     if len(symbols) != 1 or not all(isinstance(size, torch.SymInt) for size in sizes):  # torch has no symbol for 0 or 1

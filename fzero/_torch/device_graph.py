@@ -54,5 +54,5 @@ def has_recordable_collectives(group: Any, device: torch.device) -> bool:
 def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensors into others of their shapes and dtypes, by one kernel for each dtype."""
     for dtype in {x.dtype for x in targets}:
-        pairs = [(to, x) for to, x in zip(targets, sources, strict=True) if to.dtype == dtype]
-        torch._foreach_copy_([to for to, _ in pairs], [x for _, x in pairs], non_blocking=True)  # pyright: ignore
+        pairs = [(target, x) for target, x in zip(targets, sources, strict=True) if target.dtype == dtype]
+        torch._foreach_copy_([target for target, _ in pairs], [x for _, x in pairs], non_blocking=True)  # pyright: ignore

@@ -15,14 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "Buffer",
     "Memory",
+    "buffer_view",
     "count_holders",
     "find_buffers",
     "in_buffers",
     "is_real",
-    "memory_of",
     "storage_id",
-    "version_of",
-    "view_of",
+    "tensor_memory",
+    "tensor_version",
 ]
 
 
@@ -88,17 +88,17 @@ def in_buffers(
     for buffer in find_buffers(tensors):
         data = empty(tensors[buffer.members[0]], [buffer.numel], [1])
         for i, offset in zip(buffer.members, buffer.offsets, strict=True):
-            members[i] = view_of(data, offset, tensors[i].shape)
+            members[i] = buffer_view(data, offset, tensors[i].shape)
     return [members[i] if i in members else empty(x, x.shape, x.stride()) for i, x in enumerate(tensors)]
 
 
-def view_of(buffer: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+def buffer_view(buffer: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor over the part of a buffer `[n]` from `offset` on. For torch it is not a view."""
     numel = torch.Size(shape).numel()
     return buffer.narrow(0, offset, numel).view(shape).data
 
 
-def version_of(x: torch.Tensor) -> int | None:
+def tensor_version(x: torch.Tensor) -> int | None:
     """Return a number that grows with each in-place write into a tensor; None for inference tensors."""
     return None if x.is_inference() else x._version
 
@@ -124,7 +124,7 @@ class Memory(NamedTuple):
         return self.reference.expired()
 
 
-def memory_of(x: torch.Tensor) -> Memory:
+def tensor_memory(x: torch.Tensor) -> Memory:
     """Return the memory of a tensor. The tensor must have memory, see `is_real`."""
     storage, size = x.untyped_storage(), x.element_size()
     first = int(x.storage_offset())

@@ -70,8 +70,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Return the spec of a module with registrations; for other modules None, so that other finders find them."""
         if fullname not in _REGISTRATIONS:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
+        other_finders = [finder for finder in sys.meta_path if finder is not self]
+        spec = next((spec for finder in other_finders if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-__all__ = ["c10d", "default_store", "group_of"]
+__all__ = ["c10d", "default_store", "rank_group"]
 
 
 c10d: Any = torch.ops._c10d_functional
 """The functional collectives: `all_reduce`, `all_gather_into_tensor`, `reduce_scatter_tensor`, `wait_tensor`."""
 
-group_of: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+rank_group: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 """Returns the process group with a name; functional collectives take such names."""
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fzero._torch.memory import storage_id
 from fzero._torch.running_transforms import is_deciding
-from fzero._torch.stand_ins import StandInCache, alias_of
+from fzero._torch.stand_ins import StandInCache, make_alias
 
 __all__ = ["DEVICE_OF", "REPLACEMENTS", "OneNode", "Recorder", "Stacks", "is_fzero_code", "is_user_code", "user_line"]
 
@@ -92,9 +92,9 @@ class Stacks:
                 if isinstance(call, torch.nn.Module) or not call.endswith(">"):  # no lambdas and comprehensions
                     calls.append(call)
             frame = frame.f_back
-        return tuple(self._names_of(calls[::-1]))
+        return tuple(self._call_names(calls[::-1]))
 
-    def _names_of(self, calls: Sequence[str | torch.nn.Module]) -> Iterator[str]:
+    def _call_names(self, calls: Sequence[str | torch.nn.Module]) -> Iterator[str]:
         """Yield the names of calls. A module's own functions, and decorators around it, count as the module."""
         parent: torch.nn.Module | None = None
         for call in calls:
@@ -120,7 +120,7 @@ def _find_module(frame: FrameType) -> torch.nn.Module | None:
     return first if isinstance(first, torch.nn.Module) else None
 
 
-def _source_of_call(sources: dict[int, tuple[str, tuple[str, ...]]], stacks: Stacks) -> dict[str, Any]:
+def _call_source(sources: dict[int, tuple[str, tuple[str, ...]]], stacks: Stacks) -> dict[str, Any]:
     """Return the source line and the stack of the running operation, and whether autograd's engine runs it.
 
     An operation of the backward pass has the line and the stack of its forward operation.
@@ -167,10 +167,10 @@ class Recorder(TorchDispatchMode):
             except _NotPlainError:
                 pass
             else:
-                return _record(mode.tracer, func, args, kwargs, nodes, recorder=self)
+                return _record_node(mode.tracer, func, args, kwargs, nodes, recorder=self)
         if isinstance(func, OpOverload) and func._schema.is_mutable:
             _forget_constants(mode.tracer, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)])
-        with annotate(_source_of_call(self.sources, self.stacks)):
+        with annotate(_call_source(self.sources, self.stacks)):
             return func(*args, **kwargs)
 
 
@@ -199,7 +199,7 @@ class OneNode:
                 nodes = _as_nodes(mode.tracer, args)
             except _NotPlainError:
                 return self.f(*args)
-            return _record(mode.tracer, func=self, args=args, kwargs={}, nodes=(nodes, {}), recorder=recorder)
+            return _record_node(mode.tracer, func=self, args=args, kwargs={}, nodes=(nodes, {}), recorder=recorder)
         if is_deciding() and all(type(x) is FakeTensor for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
             return self.on_stand_ins(*args)
         return self.f(*args)
@@ -265,18 +265,20 @@ def _forget_constants(tracer: Any, args: Sequence[torch.Tensor]) -> None:
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, recorder: Recorder) -> Any:
+def _record_node(
+    tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nodes: Any, recorder: Recorder
+) -> Any:
     """Run an operation or a `OneNode` on stand-ins, and add its node to the graph."""
     with disable_proxy_modes_tracing():
         run = func.on_stand_ins if isinstance(func, OneNode) else func
         out = recorder.stand_ins.call(run, args, kwargs)
-    meta = {**get_current_meta().get("custom", {}), **_source_of_call(recorder.sources, recorder.stacks)}
+    meta = {**get_current_meta().get("custom", {}), **_call_source(recorder.sources, recorder.stacks)}
     node = tracer.graph.create_node("call_function", func, *nodes, name=_node_name(func))
     node.meta["custom"] = meta
     if isinstance(out, torch.Tensor):
         _track(tracer, out, node)
     else:
-        node.meta["val"] = type(out)([None if x is None else alias_of(x) for x in out])
+        node.meta["val"] = type(out)([None if x is None else make_alias(x) for x in out])
         for i, x in enumerate(out):
             if x is not None:
                 item = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, name="getitem")
@@ -286,7 +288,7 @@ def _record(tracer: Any, func: OpOverload | OneNode, args: Any, kwargs: Any, nod
 
 
 def _track(tracer: Any, x: Any, node: Node) -> None:
-    node.meta["val"] = alias_of(x)
+    node.meta["val"] = make_alias(x)
     tracer.tensor_tracker[x] = _ProxyTensor(Proxy(node, tracer), None)
 
 

@@ -96,16 +96,16 @@ def is_profiling() -> bool:
     return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def raise_priority(output: torch.Tensor, by: int = 1) -> None:
+def raise_priority(output: torch.Tensor, levels: int = 1) -> None:
     """Make eager autograd run the node that made `output` as soon as its gradients exist.
 
     Autograd takes the ready node with the highest sequence number. A gather is the first node of the forward
     pass, so without this its reduce_scatter would wait for the whole backward pass, with every full gradient
-    alive. Among ready nodes with raised priority, the node with the largest `by` runs first. While tracing this is a
-    no-op, because the graph sets the order.
+    alive. Among ready nodes with raised priority, the node with the largest `levels` runs first. While tracing this
+    is a no-op, because the graph sets the order.
     """
     if not is_tracing() and output.grad_fn is not None:
-        output.grad_fn._set_sequence_nr(2**62 + by)  # pyright: ignore[reportAttributeAccessIssue]
+        output.grad_fn._set_sequence_nr(2**62 + levels)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def without_function_modes() -> AbstractContextManager[None]:

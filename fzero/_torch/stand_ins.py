@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from fzero._torch.memory import storage_id
 
-__all__ = ["StandInCache", "alias_of"]
+__all__ = ["StandInCache", "make_alias"]
 
 
-def alias_of(x: FakeTensor) -> FakeTensor:
+def make_alias(x: FakeTensor) -> FakeTensor:
     """Return a stand-in for the same memory, which keeps its shape when the shape of `x` is changed in place."""
     with _below_stand_ins():
         return _as_stand_in(x, x.fake_mode, x.fake_device)
@@ -107,7 +107,7 @@ class StandInCache:
             out = func(*args, **kwargs)
             if len(table) >= _MAX_ENTRIES:
                 table.clear()
-            table[key] = _metadata_of_results(out, operands)
+            table[key] = _result_metadata(out, operands)
             return out
         entry = table[key]
         if entry is None:
@@ -142,21 +142,21 @@ def _first_in_memory(operands: list[FakeTensor]) -> tuple[int, ...]:
     return tuple([ids.index(i) for i in ids])
 
 
-def _metadata_of_results(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Metadata | None]] | None:
+def _result_metadata(out: Any, operands: list[FakeTensor]) -> tuple[type, list[_Metadata | None]] | None:
     """Return the metadata of an operation's results; None if they could not be made from it."""
     results = [out] if type(out) is FakeTensor else list(out)
     if any(x is not None and type(x) is not FakeTensor for x in results):
         return None
     bases = {storage_id(x): i for i, x in reversed([*enumerate(operands)])}
-    metadata = [None if x is None else _metadata_of(x, bases) for x in results]
-    made = [None if x is None else _make_stand_in(x, operands) for x in metadata]
-    is_known = all(x is None or _is_equal(x, y, bases) for x, y in zip(results, made, strict=True))
+    metadata = [None if x is None else _tensor_metadata(x, bases) for x in results]
+    rebuilt = [None if x is None else _make_stand_in(x, operands) for x in metadata]
+    is_known = all(x is None or _is_equal(x, y, bases) for x, y in zip(results, rebuilt, strict=True))
     ids = [storage_id(x) for x in results if x is not None and storage_id(x) not in bases]
     is_known = is_known and len(set(ids)) == len(ids) and not any(x is y for x in results for y in operands)
     return (type(out), metadata) if is_known else None
 
 
-def _metadata_of(x: FakeTensor, bases: dict[int, int]) -> _Metadata:
+def _tensor_metadata(x: FakeTensor, bases: dict[int, int]) -> _Metadata:
     base = bases.get(storage_id(x))
     return _Metadata(
         shape=tuple(x.shape),
@@ -168,11 +168,11 @@ def _metadata_of(x: FakeTensor, bases: dict[int, int]) -> _Metadata:
     )
 
 
-def _is_equal(x: FakeTensor, made: Any, bases: dict[int, int]) -> bool:
+def _is_equal(x: FakeTensor, rebuilt: Any, bases: dict[int, int]) -> bool:
     """Return whether a stand-in that was made from metadata is like the one that torch made."""
-    has_bytes = x.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+    has_bytes = x.untyped_storage().nbytes() == rebuilt.untyped_storage().nbytes()
     plain = x.layout is torch.strided and not (x.dtype.is_complex or x.is_neg() or x.requires_grad)
-    return plain and has_bytes and x.constant is None and _metadata_of(x, bases) == _metadata_of(made, bases)
+    return plain and has_bytes and x.constant is None and _tensor_metadata(x, bases) == _tensor_metadata(rebuilt, bases)
 
 
 def _make_stand_in(metadata: _Metadata, operands: list[FakeTensor]) -> FakeTensor:

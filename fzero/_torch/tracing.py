@@ -32,17 +32,17 @@ __all__ = [
     "TRACING",
     "DataDependentError",
     "OpOverload",
-    "chunk_of",
     "functionalize",
     "in_chunk",
     "is_backward",
     "is_stand_in",
-    "line_of",
     "memory_like",
+    "node_chunk",
+    "node_line",
+    "node_stack",
     "recorded_nodes",
     "set_compiling",
     "set_stand_in_device",
-    "stack_of",
     "stand_in_at",
     "stand_ins_like",
     "trace",
@@ -69,12 +69,12 @@ TRACING = threading.RLock()
 """The lock held while a step is traced, because the modes and flags of a trace belong to the process."""
 
 
-def line_of(node: torch.fx.Node) -> str:
+def node_line(node: torch.fx.Node) -> str:
     """Return the source line that a node was traced from, "file:line", or "" if it is unknown."""
     return (node.meta.get("custom") or {}).get("line", "")
 
 
-def stack_of(node: torch.fx.Node) -> tuple[str, ...]:
+def node_stack(node: torch.fx.Node) -> tuple[str, ...]:
     """Return the functions and modules that a node was traced in, the outermost first; () if they are unknown."""
     return (node.meta.get("custom") or {}).get("stack", ())
 
@@ -89,7 +89,7 @@ def in_chunk(index: int) -> AbstractContextManager[None]:
     return annotate({"chunk": index})
 
 
-def chunk_of(node: torch.fx.Node) -> int | None:
+def node_chunk(node: torch.fx.Node) -> int | None:
     """Return the chunk that a node's operation was marked with, if any."""
     return (node.meta.get("custom") or {}).get("chunk")
 
@@ -106,7 +106,7 @@ def stand_ins_like(
     def empty(x: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=x.dtype, device="cpu" if x.is_meta else x.device)
 
-    with mode or _mode_of([] if beside is None else [beside]):
+    with mode or _fake_mode([] if beside is None else [beside]):
         return in_buffers(tensors, empty)
 
 
@@ -140,7 +140,7 @@ def set_stand_in_device(stand_ins: Iterable[Any], kind: str) -> None:
             x.fake_device = torch.device(kind, 0)
 
 
-def _mode_of(stand_ins: Sequence[torch.Tensor]) -> FakeTensorMode:
+def _fake_mode(stand_ins: Sequence[torch.Tensor]) -> FakeTensorMode:
     mode = next((x.fake_mode for x in stand_ins if isinstance(x, FakeTensor)), None)
     return FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
 
@@ -164,7 +164,7 @@ class DataDependentError(RuntimeError):
         self.line = line
 
 
-def _line_of_traceback(error: BaseException) -> str:
+def _traceback_line(error: BaseException) -> str:
     lines = [f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_tb(error.__traceback__)]
     return next((line for line in reversed(lines) if is_user_code(line)), "")
 
@@ -187,7 +187,7 @@ def trace(f: Callable[..., Any], stand_ins: Sequence[torch.Tensor]) -> torch.fx.
     # in the stand-ins' mode nothing is computed, and no random number is drawn
     # anomaly mode is off, because it reads every gradient for NaNs, and stand-ins have no values
     quiet = torch.autograd.set_detect_anomaly(False)
-    with preserve_node_meta(), set_compiling(), quiet, _mode_of(stand_ins), _without_values(), _without_log():
+    with preserve_node_meta(), set_compiling(), quiet, _fake_mode(stand_ins), _without_values(), _without_log():
         return _make_fx(with_lines, stand_ins)
 
 
@@ -205,10 +205,10 @@ def _without_values() -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise DataDependentError(str(error.func), _line_of_traceback(error)) from error
+        raise DataDependentError(str(error.func), _traceback_line(error)) from error
     except (RuntimeError, TypeError) as error:
-        if what := next((what for text, what in _READS.items() if text in str(error)), None):
-            raise DataDependentError(what, _line_of_traceback(error)) from error
+        if reading := next((reading for text, reading in _READS.items() if text in str(error)), None):
+            raise DataDependentError(reading, _traceback_line(error)) from error
         raise
 
 
@@ -246,7 +246,7 @@ def functionalize(gm: torch.fx.GraphModule, stand_ins: Sequence[torch.Tensor]) -
         DataDependentError: if the graph reads the value of a constant that was overwritten with data.
     """
     run = torch.func.functionalize(_WithConstants(gm).run, remove="mutations")
-    with preserve_node_meta(), torch.no_grad(), _mode_of(stand_ins), _without_values():
+    with preserve_node_meta(), torch.no_grad(), _fake_mode(stand_ins), _without_values():
         return _make_fx(run, stand_ins)
 
 

@@ -59,8 +59,8 @@ def _watched_operation(func: Any, args: Any, kwargs: Any) -> WatchedOperation:
         return WatchedOperation(str(func), tensors, [], numbers)
     by_name = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
     outputs = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    written = [x for name in outputs for x in tree_leaves(by_name.get(name)) if isinstance(x, torch.Tensor)]
-    return WatchedOperation(func._schema.name, tensors, written, numbers)
+    mutated = [x for name in outputs for x in tree_leaves(by_name.get(name)) if isinstance(x, torch.Tensor)]
+    return WatchedOperation(func._schema.name, tensors, mutated, numbers)
 
 
 @contextmanager

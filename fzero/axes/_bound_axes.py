@@ -53,9 +53,9 @@ def bound_axis(name: str, source: str = "") -> Axis:
         if axis.name == name:
             return axis
     names = [axis.name for axis in bound_axes()]
-    given, near = f"{source}: " if source else "", did_you_mean(name, names, "{!r}")
-    which = f"the bound axes are {', '.join(map(repr, names))}{near}" if names else _NO_PROGRAM
-    raise ValueError(f"{given}axis {name!r} is not bound here: {which}")
+    prefix, hint = f"{source}: " if source else "", did_you_mean(name, names, "{!r}")
+    which = f"the bound axes are {', '.join(map(repr, names))}{hint}" if names else _NO_PROGRAM
+    raise ValueError(f"{prefix}axis {name!r} is not bound here: {which}")
 
 
 def resolve_axes(axis: AxisName) -> tuple[Axis, ...]:
@@ -209,10 +209,10 @@ def axis_index(axis: AxisName = None, *, device: torch.device | str | None = Non
         >>> fzero.mesh(dp=3).spmd(lambda: fzero.PerRank(fzero.axes.axis_index("dp")))().value
         tensor([0, 1, 2])
     """
-    to = torch.device(device or "cpu")
-    index = torch.zeros((), dtype=torch.int64, device=to)
+    device_of_index = torch.device(device or "cpu")
+    index = torch.zeros((), dtype=torch.int64, device=device_of_index)
     for a in resolve_axes(axis):
-        index = index * a.size + index_on(to, a.token, a.binding)
+        index = index * a.size + index_on(device_of_index, a.token, a.binding)
     return index
 
 

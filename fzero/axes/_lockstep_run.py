@@ -23,7 +23,7 @@ __all__ = [
     "RankGroup",
     "RankStatus",
     "describe",
-    "group_of",
+    "rank_group",
 ]
 
 
@@ -195,7 +195,7 @@ GROUPS: dict[str, RankGroup] = {}
 """The groups of the ranks of all active runs, by their keys."""
 
 
-def group_of(key: str) -> RankGroup:
+def rank_group(key: str) -> RankGroup:
     """Return a group of ranks of an active run.
 
     Raises:

@@ -31,7 +31,7 @@ from fzero.axes._lockstep_run import (
     RankGroup,
     RankStatus,
     describe,
-    group_of,
+    rank_group,
 )
 from fzero.axes._rank_threads import process_threads
 from fzero.axes._scope import Axis
@@ -80,7 +80,7 @@ def rendezvous(
         DivergedError: if the ranks do not meet.
         RuntimeError: if a rank's program is traced.
     """
-    g = group_of(group)
+    g = rank_group(group)
     me = g.members[rank]
     g.run.pause(me, RankStatus(f"{operation} over {g.axis!r} of {describe(xs)}", user_line()))
     g.inputs[me] = xs
@@ -211,7 +211,7 @@ def send(group: str, rank: int, to: int, tag: int, x: torch.Tensor) -> None:
         tag: a number that identifies the message for the receiver.
         x: a tensor of any shape.
     """
-    g, key = group_of(group), MessageKey(rank, to, tag)
+    g, key = rank_group(group), MessageKey(rank, to, tag)
     receiver = g.members[to]
     if g.expected.get(receiver) == key:
         del g.expected[receiver]
@@ -234,7 +234,7 @@ def receive(group: str, rank: int, source: int, tag: int, like: torch.Tensor) ->
         ValueError: if the message has another shape or dtype.
         DivergedError: if no rank sends the message.
     """
-    g, key = group_of(group), MessageKey(source, rank, tag)
+    g, key = rank_group(group), MessageKey(source, rank, tag)
     if g.messages.get(key):
         x = g.messages[key].popleft()
     else:

@@ -118,14 +118,14 @@ def agree(
     return channel, result
 
 
-def _named_difference(one: str, other: str, rank: int) -> str:
+def _named_difference(first: str, second: str, rank: int) -> str:
     """Name the folder, leaf or value that differs, if each text is a folder and a layout; else return ""."""
-    if not all("\n{" in x for x in (one, other)):
+    if not all("\n{" in x for x in (first, second)):
         return ""
-    (folder, one), (folder_of_other, other) = [x.split("\n", 1) for x in (one, other)]
+    (folder, first), (folder_of_other, second) = [x.split("\n", 1) for x in (first, second)]
     if folder != folder_of_other:
         return f"{folder!r} on rank 0 and {folder_of_other!r} on rank {rank}"
-    layouts = [json.loads(x) for x in (one, other)]
+    layouts = [json.loads(x) for x in (first, second)]
     for kind, word in (("leaves", "leaf"), ("values", "value")):
         a, b = [_texts_by_path(layout, kind) for layout in layouts]
         path = next((p for p in (*a, *b) if p not in a or p not in b or a[p] != b[p]), None)
@@ -142,11 +142,13 @@ def _texts_by_path(layout: Any, kind: str) -> dict[str, str]:
     return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in layout["leaves"]}
 
 
-def _difference(one: str, other: str) -> str:
+def _difference(first: str, second: str) -> str:
     """Show where two texts begin to differ."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = max(at - 40, 0)
-    return f"...{one[start : at + 40]!r}... and ...{other[start : at + 40]!r}..."
+    index = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    start = max(index - 40, 0)
+    return f"...{first[start : index + 40]!r}... and ...{second[start : index + 40]!r}..."
 
 
 class StoreChannel:

@@ -86,8 +86,8 @@ def _compare_leaves(
     """Return how many elements of two leaves differ in their bits, and the largest difference."""
     a, b = [_read_leaf(f, m, i) for f, m, i in zip(files, manifests, indices, strict=True)]
     count, largest = 0, 0.0
-    for at in range(0, a.numel(), _AT_ONCE):
-        x, y = a[at : at + _AT_ONCE], b[at : at + _AT_ONCE]
+    for start in range(0, a.numel(), _AT_ONCE):
+        x, y = a[start : start + _AT_ONCE], b[start : start + _AT_ONCE]
         bits = [z.view(torch.uint8).view(z.numel(), -1) for z in (x, y)]
         differ = bits[0].ne(bits[1]).any(1)
         if differ.any():
@@ -100,8 +100,8 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
     """Return the largest difference of two elements. For integers it is exact up to the rounding to a float."""
     if not (x.is_floating_point() or x.is_complex()):
         return float(max(abs(a - b) for a, b in zip(x.tolist(), y.tolist(), strict=True)))
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return float((x.to(wide) - y.to(wide)).abs().max())
+    wide_dtype = torch.complex128 if x.is_complex() else torch.float64
+    return float((x.to(wide_dtype) - y.to(wide_dtype)).abs().max())
 
 
 def _read_leaf(files: Files, manifest: Manifest, index: int) -> torch.Tensor:

@@ -203,14 +203,14 @@ class LocalFolder:
         """Write a new file part by part, without a copy."""
         self.make()
         with open(self._path_of(name), "xb", buffering=0) as f:
-            fd, at, flush_start = f.fileno(), 0, 0
+            fd, offset, flush_start = f.fileno(), 0, 0
             for part in parts:
                 for views in _batches(part):
-                    at += _repeat_until_moved(lambda rest, _: os.writev(fd, rest), views)
+                    offset += _repeat_until_moved(lambda rest, _: os.writev(fd, rest), views)
                 # flushing from now on, not at the end, saves a fifth of a save's time
-                if at - flush_start >= _MAX_UNFLUSHED_BYTES:
-                    _start_writeback(fd, flush_start, at - flush_start)
-                    flush_start = at
+                if offset - flush_start >= _MAX_UNFLUSHED_BYTES:
+                    _start_writeback(fd, flush_start, offset - flush_start)
+                    flush_start = offset
             os.fsync(fd)
         self.sync()
 

@@ -128,9 +128,9 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
     files = files_at(path, call="fzero.checkpoint.verify(path)")
     check_callable("progress", progress, "a function of the bytes read and of all bytes")
     manifest, nbytes = read_complete(files), 0
-    for rank, at, size in _pages(manifest.layout, manifest):
+    for rank, offset, size in _pages(manifest.layout, manifest):
         page = torch.empty(size, dtype=torch.uint8, device="cpu")
-        read_pages(files, manifest, rank, [ReadRequest(at, size, page, 0)])
+        read_pages(files, manifest, rank, [ReadRequest(offset, size, page, 0)])
         nbytes += size
         progress(nbytes, manifest.nbytes)
     return nbytes
@@ -140,5 +140,5 @@ def _pages(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, i
     """Yield each page of each rank's file: the rank, and the page's first byte and size."""
     for rank in range(layout.ranks):
         size = manifest.files[rank].size
-        for at in range(0, size, PAGE_BYTES):
-            yield rank, at, min(PAGE_BYTES, size - at)
+        for offset in range(0, size, PAGE_BYTES):
+            yield rank, offset, min(PAGE_BYTES, size - offset)

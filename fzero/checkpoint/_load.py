@@ -25,7 +25,7 @@ from fzero.checkpoint.layout import (
     is_none,
     layout_text,
     local_tree,
-    paths_of,
+    possible_paths,
     read_manifest,
     runs,
     values_like,
@@ -78,11 +78,11 @@ def load(path: StrPath, like: Tree, mesh: Mesh | None = None, *, partial: bool =
 def load_files(files: Files, like: Tree, mesh: Mesh | None, partial: bool = False) -> Any:
     """Read a checkpoint as `load` does. Start again if another save replaced the checkpoint meanwhile."""
     while True:
-        read = _try_manifest(files)
+        manifest_or_error = _try_manifest(files)
         try:
-            return _load_files(files, read, like, mesh, partial)
+            return _load_files(files, manifest_or_error, like, mesh, partial)
         except DamagedError:
-            if not _is_replaced(files, read, mesh):
+            if not _is_replaced(files, manifest_or_error, mesh):
                 raise
 
 
@@ -94,10 +94,10 @@ def _try_manifest(files: Files) -> tuple[Manifest, int] | Exception:
         return error
 
 
-def _is_replaced(files: Files, read: tuple[Manifest, int] | Exception, mesh: Mesh | None) -> bool:
+def _is_replaced(files: Files, manifest_or_error: tuple[Manifest, int] | Exception, mesh: Mesh | None) -> bool:
     """Return whether the manifest has changed since it was read, on any rank."""
     try:
-        is_new = not isinstance(read, Exception) and read_manifest(files)[1] != read[1]
+        is_new = not isinstance(manifest_or_error, Exception) and read_manifest(files)[1] != manifest_or_error[1]
     except (CheckpointError, OSError):
         is_new = False
     if mesh is None or not mesh.distributed:
@@ -106,17 +106,17 @@ def _is_replaced(files: Files, read: tuple[Manifest, int] | Exception, mesh: Mes
 
 
 def _load_files(
-    files: Files, read: tuple[Manifest, int] | Exception, like: Any, mesh: Mesh | None, partial: bool
+    files: Files, manifest_or_error: tuple[Manifest, int] | Exception, like: Any, mesh: Mesh | None, partial: bool
 ) -> Any:
-    """Read a checkpoint; `read` is the result of `_try_manifest`."""
+    """Read a checkpoint; `manifest_or_error` is the result of `_try_manifest`."""
 
     def prepare() -> tuple[Manifest, int, Any, LocalTree]:
-        if isinstance(read, Exception):
-            raise read
+        if isinstance(manifest_or_error, Exception):
+            raise manifest_or_error
         result = materialize(like, mesh)
         local = local_tree("like", result, mesh)
-        _check_leaves(files, read[0].layout, local.layout, partial)
-        return *read, result, local
+        _check_leaves(files, manifest_or_error[0].layout, local.layout, partial)
+        return *manifest_or_error, result, local
 
     manifest, crc, result, local = all_or_none(f"loading {files.path!r}", prepare, mesh)
     if mesh is not None and mesh.distributed:
@@ -145,43 +145,51 @@ def _check_leaves(files: Files, saved: TreeLayout, local: TreeLayout, partial: b
     """
     problems = _list_problems(saved, local, partial)
     if problems:
-        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        rest_text = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
         hint += trouble_link("a-checkpoint-that-does-not-load")
-        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
+        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + rest_text + hint)
 
 
 def _leaf_texts(saved: TreeLayout, local: TreeLayout) -> tuple[dict[str, str], dict[str, str]]:
     """Show the leaves of a checkpoint and of a tree, by path. A None that the other lacks is left out."""
-    theirs = {
+    saved_texts = {
         **{p: str(saved.leaves[i]) for p, i in saved.leaf_index.items()},
         **dict.fromkeys(saved.values, "a value"),
     }
     # None is not a leaf, and may be missing on either side
-    items = [(path, x) for path, x in local.values.items() if path in theirs or not is_none(x)]
-    parts = [p for path, x in items for p in paths_of(path, x, saved.values)]
-    ours = {**{p: str(local.leaves[i]) for p, i in local.leaf_index.items()}, **dict.fromkeys(parts, "a value")}
-    return {p: text for p, text in theirs.items() if p in ours or not is_none(saved.values.get(p, 0))}, ours
+    items = [(path, x) for path, x in local.values.items() if path in saved_texts or not is_none(x)]
+    parts = [p for path, x in items for p in possible_paths(path, x, saved.values)]
+    local_texts = {**{p: str(local.leaves[i]) for p, i in local.leaf_index.items()}, **dict.fromkeys(parts, "a value")}
+    return {
+        p: text for p, text in saved_texts.items() if p in local_texts or not is_none(saved.values.get(p, 0))
+    }, local_texts
 
 
 def _list_problems(saved: TreeLayout, local: TreeLayout, partial: bool) -> list[str]:
     """List how the leaves of a tree differ from those of a checkpoint."""
-    theirs, ours = _leaf_texts(saved, local)
+    saved_texts, local_texts = _leaf_texts(saved, local)
     problems = []
-    for path, text in ours.items():
-        if path not in theirs:
+    for path, text in local_texts.items():
+        if path not in saved_texts:
             problems.append(f"it has no {_describe_leaf(path)} ({text})")
-        elif theirs[path] != text:
-            problems.append(_difference_message(path, saved, local, theirs[path], text))
-        elif (there := _rows_of(saved, path)) and (here := _rows_of(local, path)) and there != here:
+        elif saved_texts[path] != text:
+            problems.append(_difference_message(path, saved, local, saved_texts[path], text))
+        elif (
+            (saved_axes := _varying_axes(saved, path))
+            and (local_axes := _varying_axes(local, path))
+            and saved_axes != local_axes
+        ):
             problems.append(
-                f"leaf {path!r} is a PerRank value that differs along {there} there, and along {here} here: give "
-                f"`like` a value of the saved axes, fzero.PerRank(x, {there})"
+                f"leaf {path!r} is a PerRank value that differs along {saved_axes} there, and along {local_axes} here: "
+                f"give `like` a value of the saved axes, fzero.PerRank(x, {saved_axes})"
             )
     problems += (
         []
         if partial
-        else [f"the tree has no {_describe_leaf(p)} ({text})" for p, text in theirs.items() if p not in ours]
+        else [
+            f"the tree has no {_describe_leaf(p)} ({text})" for p, text in saved_texts.items() if p not in local_texts
+        ]
     )
     for path, first in local.ties.items():
         if not problems and saved.leaf_index[path] != saved.leaf_index[first]:
@@ -189,7 +197,7 @@ def _list_problems(saved: TreeLayout, local: TreeLayout, partial: bool) -> list[
     return problems
 
 
-def _rows_of(layout: TreeLayout, path: str) -> tuple[str, ...] | None:
+def _varying_axes(layout: TreeLayout, path: str) -> tuple[str, ...] | None:
     """Return the axes along which a `PerRank` leaf differs, or None if its rows are those of all ranks, in order."""
     index = layout.leaf_index.get(path)
     if index is None or not layout.leaves[index].per_rank:
@@ -200,14 +208,15 @@ def _rows_of(layout: TreeLayout, path: str) -> tuple[str, ...] | None:
     return tuple([axis for axis in axes if layout.size((axis,)) > 1])
 
 
-def _difference_message(path: str, saved: TreeLayout, local: TreeLayout, theirs: str, ours: str) -> str:
-    one, other = saved.leaf_index.get(path), local.leaf_index.get(path)
-    if one is not None and other is not None and saved.leaves[one].per_rank and local.leaves[other].per_rank:
+def _difference_message(path: str, saved: TreeLayout, local: TreeLayout, saved_text: str, local_text: str) -> str:
+    i, j = saved.leaf_index.get(path), local.leaf_index.get(path)
+    if i is not None and j is not None and saved.leaves[i].per_rank and local.leaves[j].per_rank:
         return (
-            f"leaf {path!r} is a PerRank value, {theirs} there and {ours} here: it differs by rank, and cannot be "
-            "resharded for another mesh; save what does not depend on the ranks, such as one position in the data"
+            f"leaf {path!r} is a PerRank value, {saved_text} there and {local_text} here: it differs by rank, and "
+            "cannot be resharded for another mesh; save what does not depend on the ranks, such as one position in the "
+            "data"
         )
-    return f"leaf {path!r} is {theirs} there, and {ours} here"
+    return f"leaf {path!r} is {saved_text} there, and {local_text} here"
 
 
 class ReadRequest(NamedTuple):
@@ -253,8 +262,8 @@ def read_requests(
         The rank whose file holds the part, and the read.
     """
     size = x.element_size()
-    for writer, at, written in manifest.layout.writers(leaf, target):
-        for run in runs(written, target):
+    for writer, at, numel in manifest.layout.writers(leaf, target):
+        for run in runs(numel, target):
             start = manifest.base(writer) + at + run.source_offset * size
             yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
 
@@ -278,8 +287,8 @@ def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[R
                     f"{files.path!r}: {name} is damaged: bytes {start} to {stop} are not what was written"
                     + _leaf_names(manifest, rank, start, stop)
                 )
-            for put in finish:
-                put()
+            for finish_read in finish:
+                finish_read()
         batch = rest
 
 
@@ -319,13 +328,13 @@ def _page_buffers(
     """List the buffers for a page's bytes, and the copies to do afterwards. Bytes between reads go to `scratch`."""
     views = list[memoryview]()
     finish = list[Callable[[], None]]()
-    at = start
-    used = 0
+    page_start = start
+    scratch_bytes = 0
     for request in [*parts, None]:
-        gap = (stop if request is None else request.offset) - at
+        gap = (stop if request is None else request.offset) - page_start
         if gap:
-            views.append(scratch[used : used + gap])
-            used += gap
+            views.append(scratch[scratch_bytes : scratch_bytes + gap])
+            scratch_bytes += gap
         if request is None:
             break
         numel = request.nbytes // request.tensor.element_size()
@@ -335,20 +344,20 @@ def _page_buffers(
             data = torch.empty(numel, dtype=request.tensor.dtype, device="cpu")
             views.append(view_bytes(data))
             finish.append(lambda request=request, data=data: put_elements(request.tensor.detach(), request.start, data))
-        at = request.offset + request.nbytes
+        page_start = request.offset + request.nbytes
     return views, finish
 
 
 def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
     """Name the first leaves that lie in a range of bytes of a file."""
-    at = manifest.base(rank)
+    offset = manifest.base(rank)
     names = []
     for piece in manifest.layout.owned_pieces(rank):
         leaf = manifest.layout.leaves[piece.leaf]
-        end = at + piece.numel * leaf.dtype.itemsize
-        if at < stop and start < end:
+        end = offset + piece.numel * leaf.dtype.itemsize
+        if offset < stop and start < end:
             names.append(repr(leaf.path))
-        at = end
+        offset = end
     if not names:
         return ""
     return f"; they hold {', '.join(names[:3])}{' and others' if names[3:] else ''}"

@@ -11,7 +11,7 @@ import torch
 from fzero import tree
 from fzero._torch import in_buffers, storage_id
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, box_of, is_box, spaces
+from fzero.sharding import PerRank, Shard, is_box, make_box, spaces
 
 __all__ = ["materialize"]
 
@@ -52,10 +52,10 @@ def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool(_bytes_in(mask, y, b - first).any())
 
 
-def _bytes_in(buffer: torch.Tensor, x: torch.Tensor, at: int) -> torch.Tensor:
+def _bytes_in(buffer: torch.Tensor, x: torch.Tensor, offset: int) -> torch.Tensor:
     """View the bytes of a buffer that a tensor's elements occupy."""
     size = x.element_size()
-    return buffer.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), at)
+    return buffer.as_strided((*x.shape, size), (*[stride * size for stride in x.stride()], 1), offset)
 
 
 def materialize(like: Any, mesh: Mesh | None) -> Any:
@@ -83,7 +83,9 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
             entries[i] = plain[id(x)]
         elif isinstance(x, Shard):
             pieces = [next(boxed_tensors) for _ in x.pieces]
-            entries[i] = x if all(a is b for a, b in zip(pieces, x.pieces, strict=True)) else box_of(x.spec_id, pieces)
+            entries[i] = (
+                x if all(a is b for a, b in zip(pieces, x.pieces, strict=True)) else make_box(x.spec_id, pieces)
+            )
         elif isinstance(x, PerRank):
             leaves, value_structure = tree.flatten(x.value)
             entries[i] = PerRank(

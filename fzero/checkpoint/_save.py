@@ -203,10 +203,12 @@ def _check_equal(local: LocalTree, mesh: Mesh | None) -> None:
     if mesh is None or not mesh.distributed:
         return
     plain = {i: x for memory in local.memory if isinstance(memory, PlainMemory) for i, x in memory.leaves.items()}
-    small = [i for i, x in plain.items() if x.nbytes <= _MAX_COMPARED]
-    sums = torch.stack([torch.zeros((), dtype=torch.int64, device="cpu"), *[checksum(plain[i]).cpu() for i in small]])
+    small_indices = [i for i, x in plain.items() if x.nbytes <= _MAX_COMPARED]
+    sums = torch.stack(
+        [torch.zeros((), dtype=torch.int64, device="cpu"), *[checksum(plain[i]).cpu() for i in small_indices]]
+    )
     all_numbers = all_gather_numbers(sums, mesh)
-    for n, i in enumerate(small, 1):
+    for n, i in enumerate(small_indices, 1):
         rank = next((r for r, numbers in enumerate(all_numbers) if numbers[n] != all_numbers[0][n]), None)
         if rank is not None:
             raise ValueError(
@@ -235,16 +237,16 @@ def _copy_to_staging(ranges: dict[int, list[_TensorRange]], staging: StagingBuff
     """Copy the ranges into the staging buffer."""
     sizes = [(stop - start) * x.element_size() for rows in ranges.values() for x, start, stop in rows]
     buffer = staging.reserve(sum(sizes))
-    at = 0
+    offset = 0
     copies: dict[int, list[_TensorRange]] = {}
     for rank, rows in ranges.items():
         copies[rank] = []
         for x, start, stop in rows:
-            first = at
+            first = offset
             for part in view_or_parts(x, start, stop):
-                buffer[at : at + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
-                at += part.nbytes
-            copies[rank].append((buffer, first, at))
+                buffer[offset : offset + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
+                offset += part.nbytes
+            copies[rank].append((buffer, first, offset))
     wait_for_device()  # for the copies to the host
     return copies
 
@@ -336,7 +338,7 @@ def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRa
 
     def pages() -> Iterator[list[memoryview]]:
         nonlocal size
-        for page in _pages_of_file(head, ranges):
+        for page in _file_pages(head, ranges):
             sums.append(xxh3_checksum(page))
             size += sum(len(view) for view in page)
             yield page
@@ -345,7 +347,7 @@ def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRa
     return File(size, "".join(sums))
 
 
-def _pages_of_file(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
+def _file_pages(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:
     """Yield the bytes of a file in pages of `PAGE_BYTES` bytes; the last one may be shorter."""
     page = list[memoryview]()
     space = PAGE_BYTES

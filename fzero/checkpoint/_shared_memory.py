@@ -45,9 +45,9 @@ def _copy_holders(hosts: Sequence[str], rank: int, copies: int) -> list[int]:
     """
     names = list(dict.fromkeys(hosts))
     ranks = {name: [r for r, h in enumerate(hosts) if h == name] for name in names}
-    mine, position = names.index(hosts[rank]), ranks[hosts[rank]].index(rank)
-    others = [names[(mine + i) % len(names)] for i in range(1, min(copies, len(names) - 1) + 1)]
-    return [ranks[name][position % len(ranks[name])] for name in others]
+    host_index, position = names.index(hosts[rank]), ranks[hosts[rank]].index(rank)
+    next_hosts = [names[(host_index + i) % len(names)] for i in range(1, min(copies, len(names) - 1) + 1)]
+    return [ranks[name][position % len(ranks[name])] for name in next_hosts]
 
 
 def _to_words(data: bytes) -> list[int]:
@@ -165,19 +165,19 @@ class SharedMemory(LocalFolder):
 
     def _send_copies(self, name: str, is_complete: bool) -> None:
         nonce, ranks = name.split("-")[0], len(self.hosts.host_of_rank)
-        sends = [x for to in self.hosts.receivers() for x in self._send(name if is_complete else None, to)]
+        sends = [x for receiver in self.hosts.receivers() for x in self._send(name if is_complete else None, receiver)]
         for sender in self.hosts.senders():
             self._receive(data_name(nonce, sender, ranks), sender)
         for work, _ in sends:
             work.wait()
 
-    def _send(self, name: str | None, to: int) -> list[tuple[Any, torch.Tensor]]:
+    def _send(self, name: str | None, receiver: int) -> list[tuple[Any, torch.Tensor]]:
         """Send a file to a rank: its size, and then its pages. For None send the size 0 alone."""
         size = 0 if name is None else os.path.getsize(self._path_of(name))
         messages = [torch.tensor([size], device="cpu")]
         if size and name is not None:
             messages += torch.from_file(self._path_of(name), size=size, dtype=torch.uint8).split(PAGE_BYTES)
-        return [(dist.isend(x, to, group=self.hosts.group), x) for x in messages]
+        return [(dist.isend(x, receiver, group=self.hosts.group), x) for x in messages]
 
     def _receive(self, name: str, source: int) -> None:
         """Receive a file from a rank."""
@@ -185,8 +185,8 @@ class SharedMemory(LocalFolder):
         dist.recv(size, source, group=self.hosts.group)
         self.make()
         with open(self._path_of(f".{name}.tmp"), "wb") as f:
-            for at in range(0, int(size), PAGE_BYTES):
-                page = torch.empty(min(PAGE_BYTES, int(size) - at), dtype=torch.uint8, device="cpu")
+            for offset in range(0, int(size), PAGE_BYTES):
+                page = torch.empty(min(PAGE_BYTES, int(size) - offset), dtype=torch.uint8, device="cpu")
                 dist.recv(page, source, group=self.hosts.group)
                 f.write(view_bytes(page))
         if int(size):
@@ -265,8 +265,8 @@ class SharedMemory(LocalFolder):
         data = self.manifest()
         if data is None:
             return
-        manifest, mine = parse(data), self.hosts.rank
-        there = [any(is_there) for is_there in zip(*self._present(manifest)[:ranks], strict=True)]
-        self.fetch(manifest, [i for i, is_there in enumerate(there) if not is_there and i % ranks == mine])
-        if mine < ranks and self.is_host_leader:
+        manifest, own_rank = parse(data), self.hosts.rank
+        is_on_host = [any(is_there) for is_there in zip(*self._present(manifest)[:ranks], strict=True)]
+        self.fetch(manifest, [i for i, is_there in enumerate(is_on_host) if not is_there and i % ranks == own_rank])
+        if own_rank < ranks and self.is_host_leader:
             self.put(MANIFEST, data)

@@ -35,8 +35,8 @@ def byte_views(x: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
         yield view_bytes(x.view(-1)[start:stop])
         return
     step = max(_CHUNK_BYTES // x.element_size(), 1)
-    for at in range(start, stop, step):
-        for part in view_or_parts(x, at, min(at + step, stop)):
+    for first in range(start, stop, step):
+        for part in view_or_parts(x, first, min(first + step, stop)):
             yield view_bytes(part.cpu())
 
 
@@ -46,5 +46,5 @@ def view_or_parts(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tens
         yield x.view(-1)[start:stop]
         return
     step = max(_CHUNK_BYTES // x.element_size(), 1)
-    for at in range(start, stop, step):
-        yield slice_elements(x, at, min(at + step, stop)).resolve_conj().resolve_neg().contiguous()
+    for first in range(start, stop, step):
+        yield slice_elements(x, first, min(first + step, stop)).resolve_conj().resolve_neg().contiguous()

@@ -17,7 +17,7 @@ from fzero.codecs._codec import (
     round_with,
     scale_blocks,
 )
-from fzero.codecs._quantize import KINDS, CodeKind, codes_to_float32, largest_magnitudes, pack, scales_of, unpack
+from fzero.codecs._quantize import KINDS, CodeKind, block_scales, codes_to_float32, largest_magnitudes, pack, unpack
 
 __all__ = ["Codec", "EncodedTensor", "float8", "int4", "int8"]
 
@@ -27,6 +27,7 @@ INTERNAL = [
     "KINDS",
     "CodeKind",
     "CodecKey",
+    "block_scales",
     "codes_to_float32",
     "decode_blocks",
     "encode_blocks",
@@ -35,7 +36,6 @@ INTERNAL = [
     "round_trip",
     "round_with",
     "scale_blocks",
-    "scales_of",
     "unpack",
 ]
 

@@ -12,11 +12,11 @@ from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.codecs._quantize import (
     KINDS,
     CodeKind,
+    block_scales,
     codes_to_float32,
     largest_magnitudes,
     pack,
     quantize,
-    scales_of,
     unpack,
 )
 
@@ -175,7 +175,7 @@ class Codec:
         """
         _check_floating_point("error_bound", x)
         kind, flat = self.code_kind, x.reshape(-1)
-        scales = scales_of(kind, largest_magnitudes(self.to_blocks(flat)))
+        scales = block_scales(kind, largest_magnitudes(self.to_blocks(flat)))
         of_element = scales.repeat_interleave(self.block)[: x.numel()].view(x.shape)
         if not kind.is_float:
             # float32 rounds the quotient and the product, each by 2^-24 of a code: of half a step that is twice as much
@@ -225,7 +225,7 @@ def encode_blocks(codec: Codec, blocks: torch.Tensor, magnitudes: torch.Tensor, 
         first: the number of the first block, from which a random rounding follows.
     """
     return quantize(
-        codec.code_kind, blocks, scales_of(codec.code_kind, magnitudes), first if codec.is_stochastic else None
+        codec.code_kind, blocks, block_scales(codec.code_kind, magnitudes), first if codec.is_stochastic else None
     )
 
 
@@ -239,7 +239,7 @@ def decode_blocks(codec: Codec, codes: torch.Tensor, magnitudes: torch.Tensor) -
 
 def scale_blocks(codec: Codec, numbers: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     """Multiply numbers without scales `[.., n, b]`, such as sums of codes, by the scales of their blocks."""
-    return numbers * scales_of(codec.code_kind, magnitudes).unsqueeze(-1)
+    return numbers * block_scales(codec.code_kind, magnitudes).unsqueeze(-1)
 
 
 def round_trip(codec: Codec, x: torch.Tensor, leading: int = 0) -> torch.Tensor:

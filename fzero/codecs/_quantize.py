@@ -12,7 +12,7 @@ import torch
 from fzero._torch import view_bits
 from fzero.random import mix_bits
 
-__all__ = ["KINDS", "CodeKind", "codes_to_float32", "largest_magnitudes", "pack", "quantize", "scales_of", "unpack"]
+__all__ = ["KINDS", "CodeKind", "block_scales", "codes_to_float32", "largest_magnitudes", "pack", "quantize", "unpack"]
 
 
 class CodeKind(NamedTuple):
@@ -55,7 +55,7 @@ def largest_magnitudes(blocks: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(blocks.abs().amax(-1).to(torch.float32), nan=torch.inf, posinf=torch.inf)
 
 
-def scales_of(kind: CodeKind, magnitudes: torch.Tensor) -> torch.Tensor:
+def block_scales(kind: CodeKind, magnitudes: torch.Tensor) -> torch.Tensor:
     """Return the scale of each block, from its largest magnitude."""
     scales = (magnitudes / kind.largest).clamp(min=_TINY)
     return _power_of_two(scales) if kind.is_float else scales

@@ -48,7 +48,7 @@ from fzero.collectives._table import (
     apply_stacked,
     in_front,
     mapped_binding,
-    transpose_of,
+    transposed_name,
 )
 from fzero.collectives.gloo import PendingMessages
 
@@ -108,7 +108,7 @@ INTERNAL = [
     "start_all_gather",
     "start_psum",
     "start_to_host",
-    "transpose_of",
+    "transposed_name",
     "wait_tensor",
     "wait_to_host",
 ]

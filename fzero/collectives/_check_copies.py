@@ -15,7 +15,7 @@ import torch
 from fzero._torch.levels import is_differentiated
 from fzero._torch.recorder import user_line
 from fzero.axes import Axis, InvariantLoss, LossCollective, current_invariant_loss
-from fzero.collectives._table import COPIES, INVARIANT, VARYING, LinearMap, row_of
+from fzero.collectives._table import COPIES, INVARIANT, VARYING, LinearMap, collective_row
 
 __all__ = ["DeferredCheck", "check_copies", "note_call"]
 
@@ -38,7 +38,7 @@ def note_call(name: str, axes: Sequence[Axis], y: torch.Tensor) -> torch.Tensor:
         if shared and is_differentiated(y):
             invariant_loss.calls.append(LossCollective(name, shared, user_line()))
             node: Any = y.grad_fn
-            if row_of(node) is not None:  # a list of nodes would keep the nodes' residuals alive
+            if collective_row(node) is not None:  # a list of nodes would keep the nodes' residuals alive
                 node.note = invariant_loss.calls[-1]
         invariant_loss.has_calls |= bool(shared)
     return y
@@ -124,7 +124,7 @@ class DeferredCheck:
 
 def _row_over(node: Any, axis: str) -> LinearMap | None:
     """Return the row of a node that is a collective over an axis; None for other nodes."""
-    call = row_of(node)
+    call = collective_row(node)
     return call[0] if call is not None and axis in call[1].axis.split(",") else None
 
 

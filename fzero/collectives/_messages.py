@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fzero._arguments import is_int
-from fzero._torch import group_of, is_tracing
+from fzero._torch import is_tracing, rank_group
 from fzero._torch.types import Tensors
 from fzero._tracebacks import api_boundary
 from fzero.axes import Axis, Binding, is_lockstep, lockstep, resolve_axes
@@ -35,7 +35,7 @@ def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingM
     if is_lockstep(binding.group):
         lockstep.send(binding.group, binding.rank, to, tag, x)
         return PendingMessages([], lambda: x)
-    group: Any = group_of(binding.group)
+    group: Any = rank_group(binding.group)
     works = [dist.isend(x, group=group, group_dst=to, tag=_FIRST_TAG + tag)] if x.numel() else []
     return PendingMessages(works, lambda: x)
 
@@ -44,7 +44,7 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
     """Start to receive a tensor of `like`'s shape, dtype and device from rank `source` of an axis."""
     if is_lockstep(binding.group):
         return PendingMessages([], lambda: lockstep.receive(binding.group, binding.rank, source, tag, like))
-    x, group = torch.empty_like(like, memory_format=torch.contiguous_format), group_of(binding.group)
+    x, group = torch.empty_like(like, memory_format=torch.contiguous_format), rank_group(binding.group)
     works = [dist.irecv(x, group=group, group_src=source, tag=_FIRST_TAG + tag)] if x.numel() else []
     return PendingMessages(works, lambda: x)
 
@@ -74,7 +74,7 @@ def _send(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     (x,) = xs
     message = start_send(x, options.peer, options.tag, binding)
     if message.works:
-        outgoing = _OUTGOING.setdefault(group_of(binding.group), [])
+        outgoing = _OUTGOING.setdefault(rank_group(binding.group), [])
         outgoing.append(message)
         while len(outgoing) > _MAX_OUTGOING:
             wait(outgoing.pop(0))

@@ -204,26 +204,26 @@ def ppermute(x: torch.Tensor, axis: AxisName = None, *, perm: Sequence[tuple[int
     if len(axes) > 1:
         raise ValueError(f"ppermute runs over one axis, but axis={axis!r} means {[a.name for a in axes]}: name one")
     n = axis_size(axis)
-    pairs = _pairs_of_ranks(perm, n)
+    pairs = _rank_pairs(perm, n)
     if not axes:
         return x if pairs else torch.zeros_like(x)
     return apply_along("ppermute", x, axes, PermutationOptions(pairs))
 
 
-def _pairs_of_ranks(perm: Any, n: int) -> tuple[tuple[int, int], ...]:
+def _rank_pairs(perm: Any, n: int) -> tuple[tuple[int, int], ...]:
     """Check the argument `perm` of ppermute over n ranks, and return it as pairs of ints.
 
     Raises:
         ValueError: if it is no list of pairs of ranks, or a rank sends or receives twice.
     """
-    given = list(perm) if isinstance(perm, Iterable) else perm
-    expected = f"perm={given!r}: expected pairs (from, to) of ranks 0 to {n - 1}"
-    if not isinstance(given, list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
+    pairs = list(perm) if isinstance(perm, Iterable) else perm
+    expected = f"perm={pairs!r}: expected pairs (from, to) of ranks 0 to {n - 1}"
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"{expected}, such as [(0, {n - 1})]")
-    for verb, ranks in ("sends", [a for a, _ in given]), ("receives", [b for _, b in given]):
+    for verb, ranks in ("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs]):
         if not all(is_int(r) and 0 <= r < n for r in ranks) or len(set(ranks)) != len(ranks):
             raise ValueError(f"{expected}, in which no rank {verb} twice")
-    return tuple([(sender, to) for sender, to in given])
+    return tuple([(sender, to) for sender, to in pairs])
 
 
 @api_boundary

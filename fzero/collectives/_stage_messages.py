@@ -48,7 +48,7 @@ class StageMessages:
         message = instruction.operand
         assert isinstance(message, Message)
         if instruction.kind == "receive":
-            self.ready[_value_of(message)] = [
+            self.ready[_message_value(message)] = [
                 start_receive(torch.empty_like(x, device=self.device), message.sender, tag, self.binding)
                 for x, tag in zip(self.like, self._tags(message), strict=True)
             ]
@@ -60,7 +60,7 @@ class StageMessages:
 
     def send(self, message: Message) -> None:
         """Start to send a message, unless it was started already."""
-        xs = self.ready.pop(_value_of(message), None)
+        xs = self.ready.pop(_message_value(message), None)
         if xs is not None:
             tags = self._tags(message)
             self.in_flight[message] = [
@@ -74,5 +74,5 @@ class StageMessages:
         return list(range(first, first + len(self.like)))
 
 
-def _value_of(message: Message) -> Value:
+def _message_value(message: Message) -> Value:
     return Value(message.kind, message.stage, message.micro_batch)

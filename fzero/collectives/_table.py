@@ -44,10 +44,10 @@ __all__ = [
     "apply",
     "apply_along",
     "apply_stacked",
+    "collective_row",
     "in_front",
     "mapped_binding",
-    "row_of",
-    "transpose_of",
+    "transposed_name",
 ]
 
 
@@ -323,12 +323,12 @@ def apply_stacked(
     return ys
 
 
-def transpose_of(name: str) -> str:
+def transposed_name(name: str) -> str:
     """Return the name of the transposed row."""
     return _ROWS[name].transpose
 
 
-def row_of(node: Any) -> tuple[LinearMap, Binding, _Options] | None:
+def collective_row(node: Any) -> tuple[LinearMap, Binding, _Options] | None:
     """Return the row, binding and options of a collective's autograd node; None for other nodes."""
     if type(node).__name__.startswith(_ApplyLinearMap.__name__):
         return _ROWS[node.name], node.binding, node.options

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fzero._torch import c10d, group_of, is_profiling, is_tracing
+from fzero._torch import c10d, is_profiling, is_tracing, rank_group
 
 __all__ = ["REPLACEMENTS", "all_gather", "all_gather_into", "reduce_scatter", "wait"]
 
@@ -42,7 +42,7 @@ def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
     if not _uses_messages(x, group):
         return c10d.all_gather_into_tensor(x, ranks, group)
     x = x.resolve_conj().resolve_neg()
-    output, rank, inputs = x.new_empty((ranks, *x.shape)), dist.get_rank(group_of(group)), [x]
+    output, rank, inputs = x.new_empty((ranks, *x.shape)), dist.get_rank(rank_group(group)), [x]
     works = _exchange([x] * ranks, list(output), rank, group)
     output[rank].copy_(x)
 
@@ -68,7 +68,7 @@ def all_gather_into(
             return leaf.copy_(c10d.wait_tensor(output).narrow(0, start, leaf.numel()).view_as(leaf))
 
         return [PendingMessages([], partial(copied, leaf, i)) for leaf, i in zip(leaves, offsets, strict=True)]
-    x, k, rank = x.resolve_conj().resolve_neg(), len(x), dist.get_rank(group_of(group))
+    x, k, rank = x.resolve_conj().resolve_neg(), len(x), dist.get_rank(rank_group(group))
     inputs = [x] * len(leaves)
     pending = []
 
@@ -95,7 +95,7 @@ def reduce_scatter(x: torch.Tensor, op: str, ranks: int, group: str) -> Any:
     if op != "sum" or not _uses_messages(x, group):
         return c10d.reduce_scatter_tensor(x, op, ranks, group)
     parts = x.resolve_conj().resolve_neg().contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:]).unbind()
-    rank = dist.get_rank(group_of(group))
+    rank = dist.get_rank(rank_group(group))
     # one tensor per row, so that each is freed by itself; this rank's own part is read in place
     rows = [part if i == rank else torch.empty_like(part) for i, part in enumerate(parts)]
     return PendingMessages(_exchange(parts, rows, rank, group), lambda: _sum_rows(rows, rank))
@@ -116,18 +116,18 @@ def _exchange(sends: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], rank:
 
     This rank's own entries are not touched, and empty tensors are not sent.
     """
-    process_group: Any = group_of(group)
+    process_group: Any = rank_group(group)
     ranks = len(sends)
     # each exchange has a tag of its own, so that it cannot receive a message of the user's
     tag = _FIRST_TAG + next(_EXCHANGE_COUNTS.setdefault(process_group, itertools.count())) % _TAGS
-    works = []
+    requests = []
     for i in range(1, ranks):  # start with the next rank, so that not all ranks send to one
-        to, source = (rank + i) % ranks, (rank - i) % ranks
+        target, source = (rank + i) % ranks, (rank - i) % ranks
         if rows[source].numel():
-            works.append(dist.irecv(rows[source], group=process_group, group_src=source, tag=tag))
-        if sends[to].numel():
-            works.append(dist.isend(sends[to], group=process_group, group_dst=to, tag=tag))
-    return works
+            requests.append(dist.irecv(rows[source], group=process_group, group_src=source, tag=tag))
+        if sends[target].numel():
+            requests.append(dist.isend(sends[target], group=process_group, group_dst=target, tag=tag))
+    return requests
 
 
 def _sum_rows(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _sum_rows(rows: list[torch.Tensor], rank: int) -> torch.Tensor:
 
 def _uses_messages(x: torch.Tensor, group: str) -> bool:
     """Return whether messages replace a collective: on gloo, and outside traces, which record the collective."""
-    return not is_tracing() and x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group_of(group))
+    return not is_tracing() and x.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(rank_group(group))
 
 
 def _start_for_each(start: Callable[..., Any]) -> Callable[..., list[Any]]:

@@ -98,7 +98,7 @@ def load_batches(
     def local_examples(indices: list[int]) -> list[Any]:
         if pad is None:
             return target.local_indices(indices)
-        length = pad.length_of(indices)  # the global batch decides, so that all ranks pad to one length
+        length = pad.padded_length(indices)  # the global batch decides, so that all ranks pad to one length
         return [(i, length) for i in target.local_indices(indices)]
 
     loader = DataLoader(

@@ -105,7 +105,7 @@ class Padding:
     fill: Mapping[str, _Number]
     mask: str | None
 
-    def length_of(self, indices: Sequence[int]) -> int:
+    def padded_length(self, indices: Sequence[int]) -> int:
         """Return the length that the examples of a global batch are padded to."""
         return self.buckets[bisect_left(self.buckets, max(self.lengths[i] for i in indices))]
 

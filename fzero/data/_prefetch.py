@@ -47,8 +47,8 @@ def prefetch(batches: Iterable[_T], mesh: Mesh, ahead: int = 1) -> Iterator[_T]:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}: expected a mesh, as in fzero.data.prefetch(batches, mesh)")
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):  # either of which `iter` takes
-        given = tree.show(batches)
-        raise TypeError(f"batches is {given}: expected several, such as data.steps() or map(mesh.split, loader)")
+        batches_text = tree.show(batches)
+        raise TypeError(f"batches is {batches_text}: expected several, such as data.steps() or map(mesh.split, loader)")
     check_int("ahead", ahead, 1, "a number of batches")
     return iter(batches) if mesh.device.type == "cpu" else _copy_ahead(iter(batches), mesh.device, ahead)
 

@@ -62,8 +62,8 @@ def _no_shape_message(alive: int, request: ShapeRequest) -> str:
     elif alive < min_ranks:
         why = f"min_ranks={min_ranks} asks for more"
     else:
-        each = f" in micro-batches of {micro_batch}" if micro_batch > 1 else ""
-        why = f"global_batch={global_batch} cannot be shared{each} by min_ranks={min_ranks} or more of them"
+        micro_batch_text = f" in micro-batches of {micro_batch}" if micro_batch > 1 else ""
+        why = f"global_batch={global_batch} cannot be shared{micro_batch_text} by min_ranks={min_ranks} or more of them"
     return (
         f"elastic.run({text}) with {ranks}: {why}. Start it with more ranks, or choose another global_batch or "
         "min_ranks; a run that was saved goes on from its checkpoint. torchrun --nnodes MIN:MAX waits for MIN hosts"

@@ -11,7 +11,7 @@ from fzero.graph._jit import Jitted, jit
 from fzero.graph._plan_step import StepOfRank, plan, step_of_rank
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep, as_step
-from fzero.graph.ir import SpaceError, is_random, only_copies, stand_ins_of
+from fzero.graph.ir import SpaceError, is_random, node_stand_ins, only_copies
 from fzero.graph.planning import (
     KINDS,
     LIMITS,
@@ -53,6 +53,7 @@ INTERNAL = [
     "as_step",
     "is_random",
     "loop",
+    "node_stand_ins",
     "only_copies",
     "other_memory",
     "pause_collector",
@@ -61,7 +62,6 @@ INTERNAL = [
     "record_operations",
     "refuse_writes_into",
     "short_path",
-    "stand_ins_of",
     "step_of_rank",
     "transfer_seconds",
 ]

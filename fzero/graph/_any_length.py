@@ -20,9 +20,9 @@ from fzero.graph._collector import pause_collector
 from fzero.graph._entry import Entry, JitOptions
 from fzero.graph._length_formula import SAMPLES, LengthFormula, fit_formula, graph_structure
 from fzero.graph._one_rank import one_rank_tree, planned_mesh
-from fzero.graph._polynomials import Shapes, shapes_of
+from fzero.graph._polynomials import Shapes, argument_shapes
 from fzero.graph._trace_agreement import gather_values
-from fzero.graph.ir import is_input, stand_ins_of
+from fzero.graph.ir import is_input, node_stand_ins
 from fzero.graph.loop import record_loops
 from fzero.graph.planning import estimate_seconds, peak_bytes
 from fzero.graph.trace import Arguments, Key, flatten_arguments
@@ -109,7 +109,7 @@ class AnyLength:
             return None
         with pause_collector():
             graph = self.formula.at(length)
-        inputs = [x for n in graph.nodes if is_input(n) for x in stand_ins_of(n)]
+        inputs = [x for n in graph.nodes if is_input(n) for x in node_stand_ins(n)]
         sizes = [(tuple(x.shape), x.stride()) for x in arguments.tensors]
         if sizes != [(tuple(x.shape), x.stride()) for x in inputs[: len(sizes)]]:
             return None
@@ -161,7 +161,7 @@ def _formula_and_lengths(
         return None
     holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)
     alike = [x for x in alike if holds(x.length)]
-    return (_formula_of_calls(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
+    return (_fit_calls(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:
@@ -174,7 +174,7 @@ def differ_in_sizes(key: Key, other: Key) -> bool:
     return rest(key) == rest(other)
 
 
-def _formula_of_calls(traced: Sequence[_TracedCall]) -> LengthFormula:
+def _fit_calls(traced: Sequence[_TracedCall]) -> LengthFormula:
     first, *rest = [x.entry.traced.constants for x in traced]
     if not all(_are_equal(first, other) for other in rest):
         raise _torch.FixedSizeError("the step captures another tensor at another length")
@@ -190,8 +190,8 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     def equal(a: Any, b: Any) -> bool:
         if a is b:
             return True
-        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return both and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
+        are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return are_tensors and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
 
     return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -217,19 +217,19 @@ def _record_decisions(
     if len(devices) > 1:
         raise _torch.FixedSizeError("its arguments lie on several devices")
     mesh, step = options.step.mesh, options.step
-    now, then = [_arguments_of_one_rank(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
+    sample_call, other_call = [_one_rank_arguments(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
     if mesh is not None:
         coordinates = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
         step = step.on_mesh(planned_mesh(mesh.shape, tuple(coordinates)))
 
     def run(*tensors: torch.Tensor) -> None:
-        args, kwargs = now.rebuild(tensors)
+        args, kwargs = sample_call.rebuild(tensors)
         step(*args, **kwargs)
 
     is_full_graph = options.backend == "inductor-whole"
     with _torch.TRACING, record_loops(options.loop and not is_full_graph, pipelines=not is_full_graph):
-        dims = _changed_dims(shapes_of(then.tensors), shapes_of(now.tensors))
-        return _torch.decisions(run, now.tensors, dims, devices.pop())
+        dims = _changed_dims(argument_shapes(other_call.tensors), argument_shapes(sample_call.tensors))
+        return _torch.decisions(run, sample_call.tensors, dims, devices.pop())
 
 
 def _metas(key: Key) -> list[torch.Tensor]:
@@ -238,12 +238,12 @@ def _metas(key: Key) -> list[torch.Tensor]:
     ]
 
 
-def _arguments_of_one_rank(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
+def _one_rank_arguments(call: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh | None) -> Arguments:
     if mesh is not None:
         call = one_rank_tree(call, dict(mesh.shape), all_ranks=mesh.simulated)
     return flatten_arguments(*call)
 
 
-def _changed_dims(before: Shapes, now: Shapes) -> list[tuple[int, int]]:
-    both = zip(before, now, strict=True)
-    return [(i, d) for i, (s, t) in enumerate(both) for d, (a, b) in enumerate(zip(s, t, strict=True)) if a != b]
+def _changed_dims(before: Shapes, after: Shapes) -> list[tuple[int, int]]:
+    pairs = zip(before, after, strict=True)
+    return [(i, d) for i, (s, t) in enumerate(pairs) for d, (a, b) in enumerate(zip(s, t, strict=True)) if a != b]

@@ -13,7 +13,7 @@ from fzero._notice import trouble_link
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph._schedule_options import FITTING, ScheduleOptions
 from fzero.graph.ir import full_bytes, is_collective, is_reduce_collective, parameter_gathers
-from fzero.graph.loop import graphs_in, loop_of, shared_graphs
+from fzero.graph.loop import graphs_in, node_loop, shared_graphs
 from fzero.graph.planning import PlanSettings, estimate_seconds, peak_bytes
 
 __all__ = ["PEAK_TOLERANCE", "Candidate", "candidates", "choose"]
@@ -128,7 +128,7 @@ def _add_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: float
 
 
 def _add_early_sends(
-    scheduler: _Scheduler, schedules: list[Candidate], limit: float, chosen: tuple[bool, tuple[int | str, int]]
+    scheduler: _Scheduler, schedules: list[Candidate], limit: float, candidate: tuple[bool, tuple[int | str, int]]
 ) -> list[Candidate]:
     """Add the schedules of a pipeline that send gradients early; the option may force or forbid them.
 
@@ -136,14 +136,14 @@ def _add_early_sends(
         scheduler: the scheduler.
         schedules: the schedules that send in the order of the trace.
         limit: the largest peak of a schedule that is tried again.
-        chosen: the settings of recompute and of overlap that are tried. The other memory that time can be bought with
-            is cheaper, and is spent first.
+        candidate: the settings of recompute and of overlap that are tried. The other memory that time can be bought
+            with is cheaper, and is spent first.
     """
     option = scheduler.options.send_early
     if option is False or not _may_send_early(scheduler.passes.traced):
         return schedules
     settings = [c.pass_settings for c in schedules if c.peak_bytes <= limit or option is True]
-    tries = [x for x in settings if (x.recompute, (x.prefetch, x.in_flight)) == chosen]
+    tries = [x for x in settings if (x.recompute, (x.prefetch, x.in_flight)) == candidate]
     early = [scheduler.schedule(x._replace(send_early=True)) for x in tries]
     return early if option is True else schedules + early
 
@@ -164,12 +164,12 @@ def _add_recast(scheduler: _Scheduler, schedules: list[Candidate]) -> list[Candi
 
 def _carries_reductions(graph: Graph) -> bool:
     """Return whether reductions of a loop in the graph stay in flight between iterations."""
-    return any(loop.carried_count for n in graph.nodes if (loop := loop_of(n)))
+    return any(loop.carried_count for n in graph.nodes if (loop := node_loop(n)))
 
 
 def _may_send_early(graph: Graph) -> bool:
     """Return whether the graph has a pipeline whose schedule does not split backward passes by itself."""
-    loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
+    loops = [loop for n in graph.nodes if (loop := node_loop(n)) and loop.rank_schedule]
     return any(not loop.splits_backward for loop in loops)
 
 
@@ -221,16 +221,16 @@ def choose(schedules: Sequence[Candidate], budget: float | None, name: str) -> i
     budget it is the fastest within 3% of the smallest peak, so that a ZeRO stage saves the memory that it promises.
     """
     smallest, limit = min(c.peak_bytes for c in schedules), _peak_limit(schedules, budget)
-    fits = [i for i, c in enumerate(schedules) if c.peak_bytes <= limit]
-    if not fits:
+    fitting_indices = [i for i, c in enumerate(schedules) if c.peak_bytes <= limit]
+    if not fitting_indices:
         warnings.warn(
             f"fzero.jit: {name} needs {smallest:,} bytes at its peak with the smallest of {len(schedules)} schedules, "
             f"{smallest - limit:,.0f} more than memory_budget={budget:,}; this smallest schedule is used. A higher "
             f"stage, more ranks, more micro-batches or smaller units need less memory{trouble_link('out-of-memory')}",
             stacklevel=2,
         )
-        fits = [i for i, c in enumerate(schedules) if c.peak_bytes == smallest]
-    return min(fits, key=lambda i: (schedules[i].seconds, schedules[i].peak_bytes, i))
+        fitting_indices = [i for i, c in enumerate(schedules) if c.peak_bytes == smallest]
+    return min(fitting_indices, key=lambda i: (schedules[i].seconds, schedules[i].peak_bytes, i))
 
 
 def _small_bytes(gathers: Sequence[Node]) -> int:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero._arguments import check_path
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.graph._pass_manager import PASSES, PassManager, PassResult, PassSettings
 from fzero.graph.ir import display_name, dtypes_and_shapes, is_collective
-from fzero.graph.loop import loop_of
+from fzero.graph.loop import node_loop
 from fzero.graph.planning import live_bytes, live_ranges
 from fzero.ranks import Mesh
 
@@ -102,7 +102,7 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
         if state.detail != _LEFT_OUT:
             Path(folder, f"{state.name}.txt").write_text(_graph_text(name, state, live), encoding="utf-8")
     for node in last.nodes:
-        if loop := loop_of(node):
+        if loop := node_loop(node):
             dump(Path(folder, node.name), passes.body(node), settings, f"{name}, {node.name}", loop.body)
     head = f"{'':>2}  {'graph':<21} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"
     Path(folder, _SUMMARY).write_text(
@@ -110,12 +110,12 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
     )
 
 
-def _arguments_text(passed: PassResult) -> str:
+def _arguments_text(result: PassResult) -> str:
     """Show the arguments of a pass, by name, in one line."""
-    if passed.arguments is None:
+    if result.arguments is None:
         return _LEFT_OUT
-    names = list(inspect.signature(passed.row.apply).parameters)[1:]
-    texts = [f"{name}={x}" for name, x in zip(names, passed.arguments, strict=False)]
+    names = list(inspect.signature(result.row.apply).parameters)[1:]
+    texts = [f"{name}={x}" for name, x in zip(names, result.arguments, strict=False)]
     return textwrap.shorten(", ".join(texts), 80, placeholder=" ...")
 
 
@@ -138,8 +138,8 @@ def _graph_text(name: str, state: _DumpedGraph, live: Sequence[int]) -> str:
     ]
     lines.append(f"{'at':>6} {'live bytes':>16}  {'value':<28} operation")
     lines += [
-        f"{at:>6} {size:>16,}  {_node_line(node)}"
-        for at, (node, size) in enumerate(zip(state.graph.nodes, live, strict=True))
+        f"{position:>6} {size:>16,}  {_node_line(node)}"
+        for position, (node, size) in enumerate(zip(state.graph.nodes, live, strict=True))
     ]
     return "\n".join([*lines, ""])
 
@@ -148,12 +148,12 @@ def _node_line(node: Node) -> str:
     """Describe a node: its dtypes and shapes, its operation and operands, its unit, and its source line."""
     operands = [*map(str, node.args), *[f"{key}={x}" for key, x in node.kwargs.items()]]
     target = display_name(node)
-    if loop := loop_of(node):
+    if loop := node_loop(node):
         target = f"a loop of {loop.iterations} iterations, in the folder {node.name}/, of"
     operation = f"{node.name} = {target}({', '.join(operands)})"
     if node.op == "placeholder":
         operation = f"{node.name}: {node.meta.get('label', 'an argument')}"
     if node.op == "output":
         operation = f"return {operands[0]}"
-    notes = [x for x in (node.meta.get("unit", ""), line_of(node)) if x]
+    notes = [x for x in (node.meta.get("unit", ""), node_line(node)) if x]
     return f"{dtypes_and_shapes(node):<28} {operation}" + (f"  # {', '.join(notes)}" if notes else "")

@@ -16,11 +16,11 @@ from fzero.graph import _dump
 from fzero.graph._candidates import Candidate, candidates, choose
 from fzero.graph._collector import pause_collector
 from fzero.graph._pass_manager import PassContext, PassManager
-from fzero.graph._polynomials import shapes_of
+from fzero.graph._polynomials import argument_shapes
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import TrainStep
 from fzero.graph._trace_agreement import common_schedules
-from fzero.graph.ir import check_order, check_spaces, graph_results, has_moves, is_input, name_of, stand_ins_of
+from fzero.graph.ir import check_order, check_spaces, graph_results, has_moves, is_input, node_stand_ins, op_name
 from fzero.graph.loop import NotScannableError, graphs_in, record_loops
 from fzero.graph.planning import Hardware, Plan, RejectedSchedule, make_plan
 from fzero.graph.run import Executable, Lengths, LoweringOptions, RecordedStep, check_recordable, lower
@@ -150,7 +150,7 @@ class Entry:
                     mesh=self.options.step.mesh,
                     strict=self.options.strict,
                     lengths=lengths,
-                    shapes=shapes_of(tensors),
+                    shapes=argument_shapes(tensors),
                     alone=not self.is_traced,
                 )
                 self.executable = self._with_recording(lower(self.best.graph, self.options.backend, options), arguments)
@@ -278,7 +278,7 @@ def _trace_call(options: JitOptions, arguments: Arguments, args: tuple[Any, ...]
     check_spaces(traced.graph)
     if options.hardware is not None:
         _torch.set_stand_in_device(
-            [x for g in graphs_in(traced.graph) for n in g.nodes for x in stand_ins_of(n)], options.hardware.kind
+            [x for g in graphs_in(traced.graph) for n in g.nodes for x in node_stand_ins(n)], options.hardware.kind
         )
     return _CallTrace(traced, *result)
 
@@ -295,7 +295,7 @@ def _pass_context(
         group_ranks=() if mesh is None else mesh.group_ranks(),
         has_moves=has_moves(traced.graph),
         hardware=options.hardware,
-        lone_groups=_groups_of_one(mesh),
+        lone_groups=_one_rank_groups(mesh),
         fuses=options.backend == "inductor",
     )
 
@@ -315,7 +315,7 @@ def _choose_schedule(
     ]
 
 
-def _groups_of_one(mesh: Mesh | None) -> tuple[str, ...]:
+def _one_rank_groups(mesh: Mesh | None) -> tuple[str, ...]:
     """List the process groups that consist of this rank alone; none in a simulation."""
     if mesh is None or mesh.simulated:
         return ()
@@ -368,13 +368,14 @@ def _unchanged_results(traced: TracedGraph, overwrites: dict[int, int]) -> list[
 def _reused_tensors(traced: TracedGraph, overwrites: dict[int, int], donated: Iterable[int]) -> list[int]:
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], graph_results(traced.graph)
-    same = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}  # the input has the result's shape
-    return [i for i in donated if i not in same]
+    # the input has the result's shape
+    reused = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}
+    return [i for i in donated if i not in reused]
 
 
 def _view_base(node: Any) -> Any:
     """Return the value that a node views with all its elements. A simulation of ranks traces such views."""
-    while node is not None and name_of(node) in ("view", "alias", "detach"):
+    while node is not None and op_name(node) in ("view", "alias", "detach"):
         node = node.args[0]
     return node
 

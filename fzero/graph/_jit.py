@@ -16,7 +16,7 @@ from fzero.axes import in_lockstep
 from fzero.graph._any_length import AnyLength, differ_in_sizes
 from fzero.graph._dump import make_folder
 from fzero.graph._entry import Entry, JitOptions, build_entry
-from fzero.graph._polynomials import shapes_of
+from fzero.graph._polynomials import argument_shapes
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph._step import as_step
 from fzero.graph.planning import Hardware, Interval, Plan, PlanSettings, estimate_seconds, seconds_by_bound, timeline
@@ -322,13 +322,13 @@ class Jitted:
             entry = self._at_length(key, arguments, args) if self.options.dynamic else None
             self._entries[key] = entry = self._trace(self.options, arguments, args) if entry is None else entry
             if entry.is_traced:
-                self._lengths.planned_graphs.append((shapes_of(arguments.tensors), entry.best.graph))
+                self._lengths.planned_graphs.append((argument_shapes(arguments.tensors), entry.best.graph))
         entry.check_splits(arguments, args)
         return entry
 
     def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
         """Return the entry of a call at another length, untraced or with the schedule settings of the first length."""
-        length = self._lengths.length_of(shapes_of(arguments.tensors))
+        length = self._lengths.call_length(argument_shapes(arguments.tensors))
         if length is None or not self._entries or self.options.schedule_options.memory_budget is not None:
             return None
         (first_key, first), *_ = self._entries.items()

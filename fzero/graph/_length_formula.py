@@ -9,8 +9,8 @@ from torch.fx import Graph, Node
 
 from fzero._torch import memory_like, stand_in_at, storage_id
 from fzero.graph._polynomials import Polynomial, Sample, fit_all, integers_in, map_integers
-from fzero.graph.ir import COMPILED, FUSED, LATE, copy_graph, stand_ins_of
-from fzero.graph.loop import loop_of, set_body
+from fzero.graph.ir import COMPILED, FUSED, LATE, copy_graph, node_stand_ins
+from fzero.graph.loop import node_loop, set_body
 
 __all__ = ["SAMPLES", "LengthFormula", "fit_formula", "graph_structure"]
 
@@ -54,25 +54,27 @@ class LengthFormula:
         """Return replacements for the values that this length changes, by the `id` of the value in the graph."""
         storage_ids = [storage_id(x) for x in _values_in(self.graph)]
         sizes = dict(zip(dict.fromkeys(storage_ids), _values_at_length(self.numbers.memory, length), strict=True))
-        each = list(
+        value_lists = list(
             zip(_values_in(self.graph), storage_ids, _values_at_length(self.numbers.geometries, length), strict=True)
         )
-        changed = {k for x, k, new in each if new != _tensor_geometry(x) or sizes[k] != x.untyped_storage().nbytes()}
+        changed = {
+            k for x, k, new in value_lists if new != _tensor_geometry(x) or sizes[k] != x.untyped_storage().nbytes()
+        }
         storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
-        return {id(x): stand_in_at(x, storages[k], new) for x, k, new in each if k in changed}
+        return {id(x): stand_in_at(x, storages[k], new) for x, k, new in value_lists if k in changed}
 
 
 def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> LengthFormula | None:
     """Fit a formula to graphs of one structure at three lengths or more; None if an integer is not a polynomial."""
     assert len(graphs) >= SAMPLES
     numbers = [_graph_numbers(graph) for _, graph in graphs]
-    fits = [
+    polynomials = [
         fit_all([Sample(length, _flatten_field(x)) for (length, _), x in zip(graphs, field, strict=True)])
         for field in zip(*numbers, strict=True)
     ]
-    if any(x is None for x in fits):
+    if any(x is None for x in polynomials):
         return None
-    arguments, geometry, memory = [iter(x or ()) for x in fits]
+    arguments, geometry, memory = [iter(x or ()) for x in polynomials]
     geometries = tuple([tuple([next(geometry) for _ in x]) for x in numbers[0].geometries])
     return LengthFormula(graphs[0][1], _Numbers(tuple(arguments), geometries, tuple(memory)))
 
@@ -95,15 +97,15 @@ def _structure_key(graph: Graph, memory: dict[int, int]) -> Hashable:
 
     def line(n: Node) -> Hashable:
         args = repr(map_integers((n.args, n.kwargs), lambda _: "#", lambda a: f"%{index[a]}"))
-        storages = [memory.setdefault(storage_id(x), len(memory)) for x in stand_ins_of(n)]
-        values = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(stand_ins_of(n), storages, strict=True)])
+        storages = [memory.setdefault(storage_id(x), len(memory)) for x in node_stand_ins(n)]
+        values = tuple([(x.dim(), x.dtype, x.device, i) for x, i in zip(node_stand_ins(n), storages, strict=True)])
         return n.name, _node_target(n, memory), args, values, _node_metadata(n)
 
     return tuple([line(n) for n in graph.nodes])
 
 
 def _node_target(node: Node, memory: dict[int, int]) -> Hashable:
-    loop = loop_of(node)
+    loop = node_loop(node)
     if loop is None:
         return node.target
     return (
@@ -119,7 +121,7 @@ def _node_target(node: Node, memory: dict[int, int]) -> Hashable:
 def _node_metadata(node: Node) -> Hashable:
     """Describe the metadata of a node that the plan and the executors read, besides its value."""
     carried = node.meta.get("carried")
-    shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in stand_ins_of(carried)])
+    shapes = None if carried is None else tuple([(x.shape, x.dtype) for x in node_stand_ins(carried)])
     names = ("unit", "label", "kind", "block", "space", "own_part", LATE, FUSED, COMPILED)
     return tuple([node.meta.get(name) for name in names]), shapes
 
@@ -128,14 +130,14 @@ def _nodes_in(graph: Graph) -> Iterator[Node]:
     """Yield the nodes of a graph; the nodes of a loop's body follow the loop's node."""
     for n in graph.nodes:
         yield n
-        if loop := loop_of(n):
+        if loop := node_loop(n):
             yield from _nodes_in(loop.body)
 
 
 def _values_in(graph: Graph) -> Iterator[torch.Tensor]:
     """Yield the values of `_nodes_in`."""
     for n in _nodes_in(graph):
-        yield from stand_ins_of(n)
+        yield from node_stand_ins(n)
 
 
 def _graph_numbers(graph: Graph) -> _Numbers:
@@ -163,8 +165,8 @@ def _copy_with_numbers(graph: Graph, arguments: Iterator[int], replacements: Map
         before = integers_in((n.args, n.kwargs))
         now = [next(arguments) for _ in before]
         if now != before:
-            again = iter(now)
-            n.args, n.kwargs = map_integers((n.args, n.kwargs), lambda _, again=again: next(again))
-        if loop := loop_of(n):
+            numbers = iter(now)
+            n.args, n.kwargs = map_integers((n.args, n.kwargs), lambda _, numbers=numbers: next(numbers))
+        if loop := node_loop(n):
             set_body(n, _copy_with_numbers(loop.body, arguments, replacements))
     return graph

@@ -12,7 +12,7 @@ from fzero import tree
 from fzero._torch import in_buffers
 from fzero.axes import PLANNED
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, Slot, Spec, box_of, intern, is_box, spec_of
+from fzero.sharding import PerRank, Shard, Slot, Spec, intern, is_box, lookup_spec, make_box
 from fzero.tree import Tree
 
 __all__ = ["Shape", "one_rank_tree", "planned_mesh"]
@@ -71,7 +71,7 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], all_ranks: bool) -> Tr
 
     @functools.cache  # a unit of many leaves has one spec, in which each leaf has a row
     def convert_spec(spec_id: int) -> int:
-        return intern(_spec_on_mesh(spec_of(spec_id), sizes))
+        return intern(_spec_on_mesh(lookup_spec(spec_id), sizes))
 
     def convert(x: Any) -> Any:
         if isinstance(x, PerRank):
@@ -82,7 +82,8 @@ def one_rank_tree(values: Tree, sizes: Mapping[str, int], all_ranks: bool) -> Tr
             if isinstance(x, Slot):
                 return Slot(spec_id, x.index)
             like = x.pieces[0]
-            return box_of(spec_id, [like.new_empty(p.stop - p.start, device="meta") for p in spec_of(spec_id).pieces])
+            pieces = [like.new_empty(p.stop - p.start, device="meta") for p in lookup_spec(spec_id).pieces]
+            return make_box(spec_id, pieces)
         return metas[id(x)] if isinstance(x, torch.Tensor) else x
 
     return tree.map(convert, values, is_leaf=is_box)

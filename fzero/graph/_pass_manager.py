@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph._schedule_options import FITTING
-from fzero.graph.ir import FUSED, copy_graph, has_moves, is_input, nbytes, stand_ins_of
-from fzero.graph.loop import loop_of, set_body
+from fzero.graph.ir import FUSED, copy_graph, has_moves, is_input, nbytes, node_stand_ins
+from fzero.graph.loop import node_loop, set_body
 from fzero.graph.passes import (
     bucket,
     carry,
@@ -205,21 +205,21 @@ class PassManager:
         """
         graph = self.traced
         states = []
-        for row, following in zip(PASSES, [*PASSES[1:], None], strict=True):
+        for row, next_row in zip(PASSES, [*PASSES[1:], None], strict=True):
             arguments = row.arguments(settings, self.context)
             if row.runs_on_loops:
                 arguments = arguments if _has_loops(graph) else None
                 graph = graph if arguments is None else row.apply(graph, *arguments)
             elif arguments is not None:
-                graph = self._after(row, graph, arguments)
-            if following is not None and following.runs_on_loops and not row.runs_on_loops:
+                graph = self._apply_cached(row, graph, arguments)
+            if next_row is not None and next_row.runs_on_loops and not row.runs_on_loops:
                 graph = self._with_bodies(graph, settings)
             states.append(PassResult(row, arguments, graph))
             if row.name == last:
                 break
         return states
 
-    def _after(self, row: Pass, graph: Graph, arguments: tuple[Any, ...]) -> Graph:
+    def _apply_cached(self, row: Pass, graph: Graph, arguments: tuple[Any, ...]) -> Graph:
         """Return the graph after a pass, from the cache if possible."""
         key = (graph, row.name, arguments)
         if key not in self._graphs:
@@ -245,7 +245,7 @@ class PassManager:
 
     def _with_bodies(self, graph: Graph, settings: PassSettings) -> Graph:
         """Return a graph whose loops have scheduled bodies."""
-        loops = [n for n in graph.nodes if loop_of(n)]
+        loops = [n for n in graph.nodes if node_loop(n)]
         if not loops:
             return graph
         bodies = []
@@ -267,12 +267,12 @@ class PassManager:
         before, after = [x.graph for x in [PassResult(PASSES[0], None, self.traced), *self.run(settings, name)][-2:]]
         if len(before.nodes) != len(after.nodes):
             return True
-        return any(self.body(n).changed_by(settings, name) for n in after.nodes if loop_of(n))
+        return any(self.body(n).changed_by(settings, name) for n in after.nodes if node_loop(n))
 
     def body(self, node: Node) -> "PassManager":
         """Return the manager of a loop's body, given the loop's node in any graph."""
         if node.target not in self._bodies:
-            loop = loop_of(node)
+            loop = node_loop(node)
             assert loop is not None
             inside = self.context._replace(group_ranks=(), hardware=None, has_moves=has_moves(loop.body))
             context = inside._replace(
@@ -283,24 +283,24 @@ class PassManager:
 
 
 def _has_loops(graph: Graph) -> bool:
-    return any(loop_of(n) for n in graph.nodes)
+    return any(node_loop(n) for n in graph.nodes)
 
 
 def _replace_bodies(graph: Graph, bodies: Sequence[tuple[Graph, bool]]) -> Graph:
     """Copy a graph, and give its loops these bodies and their `sends_early`."""
     graph = copy_graph(graph)
-    for node, (body, sends_early) in zip([n for n in graph.nodes if loop_of(n)], bodies, strict=True):
+    for node, (body, sends_early) in zip([n for n in graph.nodes if node_loop(n)], bodies, strict=True):
         set_body(node, body, sends_early=sends_early)
         for item in reversed(list(node.users)):  # right behind the loop, since its tuple would hold all results
             node.append(item)
     return graph
 
 
-def _are_equal(one: Graph, other: Graph) -> bool:
+def _are_equal(first: Graph, second: Graph) -> bool:
     """Return whether two graphs are equal, node by node, so that later passes give equal results."""
-    if len(one.nodes) != len(other.nodes):
+    if len(first.nodes) != len(second.nodes):
         return False
-    return all(_are_alike(a, b) for a, b in zip(one.nodes, other.nodes, strict=True))
+    return all(_are_alike(a, b) for a, b in zip(first.nodes, second.nodes, strict=True))
 
 
 def _are_alike(a: Node, b: Node) -> bool:
@@ -324,8 +324,8 @@ def _have_same_names(x: Any, y: Any) -> bool:
 
 def _budget_in_body(graph: Graph, node: Node, budget: float) -> float:
     """Return how many bytes may be live in a loop's body, its arguments included."""
-    loop = loop_of(node)
+    loop = node_loop(node)
     assert loop is not None
-    at = list(graph.nodes).index(node)
-    around = device_live_bytes(list(graph.nodes))[at] - iteration_peak_bytes(loop)
-    return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in stand_ins_of(n)])
+    position = list(graph.nodes).index(node)
+    around = device_live_bytes(list(graph.nodes))[position] - iteration_peak_bytes(loop)
+    return budget - around + nbytes(*[x for n in loop.body.nodes if is_input(n) for x in node_stand_ins(n)])

@@ -110,7 +110,7 @@ def step_of_rank(
 ) -> StepOfRank:
     """Return one rank's step in a world of any size, to plan it. The arguments and errors are those of `plan`."""
     jitted = step if isinstance(step, Jitted) else jit(step)
-    jitted = jitted.with_options(hardware=_hardware_of(hardware)) if hardware is not None else jitted
+    jitted = jitted.with_options(hardware=_find_hardware(hardware)) if hardware is not None else jitted
     train_step = as_step(jitted.step)
     mesh = train_step.mesh
     if mesh is None:
@@ -126,7 +126,7 @@ def step_of_rank(
     return StepOfRank(jitted.with_options(train_step.on_mesh(world)), args, kwargs)
 
 
-def _hardware_of(hardware: str | Hardware) -> Hardware:
+def _find_hardware(hardware: str | Hardware) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
     check_choice("hardware", hardware, tuple(HARDWARE))
@@ -155,7 +155,7 @@ def _compute_coordinates(rank: int | Mapping[str, int], shape: Shape) -> Shape:
     Raises:
         ValueError: if the world has no such rank.
     """
-    coordinates = rank if isinstance(rank, Mapping) else _coordinates_of_number(rank, shape)
+    coordinates = rank if isinstance(rank, Mapping) else _rank_coordinates(rank, shape)
     sizes = dict(shape)
     for name, coordinate in coordinates.items():
         if name not in sizes or not is_int(coordinate) or not 0 <= coordinate < sizes[name]:
@@ -166,7 +166,7 @@ def _compute_coordinates(rank: int | Mapping[str, int], shape: Shape) -> Shape:
     return tuple(coordinates.items())
 
 
-def _coordinates_of_number(rank: int, shape: Shape) -> dict[str, int]:
+def _rank_coordinates(rank: int, shape: Shape) -> dict[str, int]:
     coordinates: dict[str, int] = {}
     for name, size in reversed(shape):
         rank, coordinates[name] = divmod(rank, size)

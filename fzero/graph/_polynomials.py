@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-__all__ = ["Polynomial", "Sample", "Shapes", "fit_all", "integers_in", "map_integers", "shapes_of"]
+__all__ = ["Polynomial", "Sample", "Shapes", "argument_shapes", "fit_all", "integers_in", "map_integers"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
+def argument_shapes(tensors: Sequence[torch.Tensor]) -> Shapes:
     """Return the shapes of a call's arguments."""
     return tuple([tuple(x.shape) for x in tensors])
 

@@ -10,10 +10,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero._notice import trouble_link
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.graph._candidates import Candidate
-from fzero.graph.ir import differs_by_rank, dtypes_and_shapes, is_collective, is_wait, stand_ins_of
-from fzero.graph.loop import loop_of, shared_graphs
+from fzero.graph.ir import differs_by_rank, dtypes_and_shapes, is_collective, is_wait, node_stand_ins
+from fzero.graph.loop import node_loop, shared_graphs
 from fzero.ranks import Mesh, MissingRankError, gather_texts
 
 __all__ = ["common_schedules", "gather_values"]
@@ -27,7 +27,7 @@ def _node_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> l
     """
     lines = []
     for n in graph.nodes:
-        loop = loop_of(n)
+        loop = node_loop(n)
         if loop and loop.rank_schedule:  # its ranks run different stages: see `_stage_signatures`
             lines.append(f"a pipeline of {loop.iterations} micro-batches by {loop.rank_schedule.schedule.rows}")
         elif loop:
@@ -49,7 +49,7 @@ def _node_signature(node: Node, groups: Mapping[str, str]) -> str:
         args = (_describe_exchange(*node.args), {})
     if is_collective(node):
         args = ([groups.get(a, a) if isinstance(a, str) else a for a in args[0]], args[1])
-    return _DEVICE.sub(r"\1", f"{node.target}{args} at {line_of(node)}")
+    return _DEVICE.sub(r"\1", f"{node.target}{args} at {node_line(node)}")
 
 
 def _describe_exchange(x: Any, output_splits: Any, input_splits: Any, group: Any) -> list[Any]:
@@ -57,12 +57,12 @@ def _describe_exchange(x: Any, output_splits: Any, input_splits: Any, group: Any
     if len({*output_splits, *input_splits}) <= 1 and sum(input_splits):
         return [_PlainRepr(dtypes_and_shapes(x)), output_splits, input_splits, group]
     return [
-        _PlainRepr(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in stand_ins_of(x)])),
+        _PlainRepr(" ".join([f"{str(v.dtype).removeprefix('torch.')}{list(v.shape[1:])}" for v in node_stand_ins(x)])),
         group,
     ]
 
 
-def _digest_of_order(graph: Graph) -> str:
+def _collective_order_digest(graph: Graph) -> str:
     """Return a digest of the order in which a scheduled graph starts its collectives.
 
     Ranks that traced the same graph compare it. A pipeline's loop counts as a collective: its ranks wait for one
@@ -78,26 +78,26 @@ def _stage_signatures(graph: Graph, groups: Mapping[str, str] | None = None) -> 
     return [line for body in _pipeline_bodies(graph) for line in _node_signatures(body, groups)]
 
 
-def _digest_of_stage_order(graph: Graph) -> str:
+def _stage_order_digest(graph: Graph) -> str:
     """Return a digest of the order in which this rank's stages start their collectives."""
     return _hash_names([n.name for body in _pipeline_bodies(graph) for n in body.nodes if is_collective(n)])
 
 
 def _pipeline_coordinates(graph: Graph) -> str:
     """Return this rank's coordinates along the axes of pipelines: ranks with equal coordinates have the same stages."""
-    loops = [loop for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
+    loops = [loop for n in graph.nodes if (loop := node_loop(n)) and loop.rank_schedule]
     bindings = [loop.rank_schedule.binding for loop in loops if loop.rank_schedule]
     return " ".join([f"{b.axis}={b.rank}" for b in bindings])
 
 
 def _is_pipeline(node: Node) -> bool:
-    loop = loop_of(node)
+    loop = node_loop(node)
     return loop is not None and loop.rank_schedule is not None
 
 
 def _pipeline_bodies(graph: Graph) -> list[Graph]:
     """List the loop bodies of pipelines."""
-    return [loop.body for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule]
+    return [loop.body for n in graph.nodes if (loop := node_loop(n)) and loop.rank_schedule]
 
 
 def _hash_names(names: Sequence[str]) -> str:
@@ -131,8 +131,8 @@ def common_schedules(
     """
     if mesh is None or not mesh.distributed:
         return schedules
-    schedule_of = {f"{c.settings} {_digest_of_order(c.graph)}": c for c in schedules}
-    ratings = {key: (c.peak_bytes, c.seconds, _digest_of_stage_order(c.graph)) for key, c in schedule_of.items()}
+    schedule_of = {f"{c.settings} {_collective_order_digest(c.graph)}": c for c in schedules}
+    ratings = {key: (c.peak_bytes, c.seconds, _stage_order_digest(c.graph)) for key, c in schedule_of.items()}
     largest = _compare_ranks(graph, options_text, ratings, mesh, name)
     return [schedule_of[key]._replace(peak_bytes=int(p), seconds=s) for key, (p, s) in largest.items()]
 

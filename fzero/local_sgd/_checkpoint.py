@@ -20,8 +20,8 @@ def save_replicas(
     """Save each replica in a folder of its own, and then their shared state: only then is the save complete."""
     groups, parts = outer_step.groups, divide_into_parts(state.anchor, schedule.parts)
     for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
-        own = {"count": state.count, "params": p, "opt_state": s}
-        save(_replica_folder(path, f"replica-{replica}"), own, groups.inner_mesh)
+        values = {"count": state.count, "params": p, "opt_state": s}
+        save(_replica_folder(path, f"replica-{replica}"), values, groups.inner_mesh)
     numbers = {
         "count": state.count,
         "replicas": groups.count,
@@ -42,16 +42,16 @@ def load_replicas(
     """Load a save of `save_replicas` into the tensors of `params` and `state`."""
     folder = _replica_folder(path, "shared")
     count, replicas, mix = [read(folder, name) for name in ("count", "replicas", "mix")]
-    saved = SyncSchedule.from_list(read(folder, "schedule"))
-    is_same = replicas == groups.count and saved == schedule
-    holds_anchor = saved.is_boundary(count) and (mix == 0 or count == 0)
-    same_parts = (saved.parts, saved.delay) == (schedule.parts, schedule.delay)
+    saved_schedule = SyncSchedule.from_list(read(folder, "schedule"))
+    is_same = replicas == groups.count and saved_schedule == schedule
+    holds_anchor = saved_schedule.is_boundary(count) and (mix == 0 or count == 0)
+    same_parts = (saved_schedule.parts, saved_schedule.delay) == (schedule.parts, schedule.delay)
     if not is_same and not (holds_anchor and same_parts):
         raise CheckpointError(
             f"{folder!r} was saved after step {count} of {replicas} replicas with every, parts, delay = "
-            f"{saved.to_list()} and mix={mix}, and this run has {groups.count} replicas with {schedule.to_list()}: "
-            "another number of replicas, or another `every`, can only go on right after an average, where all "
-            "replicas hold the anchor"
+            f"{saved_schedule.to_list()} and mix={mix}, and this run has {groups.count} replicas with "
+            f"{schedule.to_list()}: another number of replicas, or another `every`, can only go on right after an "
+            "average, where all replicas hold the anchor"
         )
     parts, waiting = divide_into_parts(state.anchor, schedule.parts), schedule.parts_in_flight(count)
     sums = [select(state.anchor, part) if i in waiting else None for i, part in enumerate(parts)]
@@ -60,13 +60,13 @@ def load_replicas(
     trees = []
     for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
         own_folder = _replica_folder(path, f"replica-{replica % replicas}")
-        own = load(own_folder, {"count": 0, "params": p, "opt_state": s}, groups.inner_mesh)
-        if own["count"] != count:
+        values = load(own_folder, {"count": 0, "params": p, "opt_state": s}, groups.inner_mesh)
+        if values["count"] != count:
             raise CheckpointError(
-                f"{own_folder!r} was saved after step {own['count']}, and {folder!r} after step {count}: a save was "
+                f"{own_folder!r} was saved after step {values['count']}, and {folder!r} after step {count}: a save was "
                 "cut off; save each step to a folder of its own, and load the last complete one"
             )
-        trees.append((own["params"], own["opt_state"]))
+        trees.append((values["params"], values["opt_state"]))
     inner = Replicas(tuple([s for _, s in trees]))
     loaded = LocalState(
         count=count,

@@ -101,20 +101,22 @@ class LocalSteps:
         if is_tracing():
             raise TypeError(self.jit_error)
         with UserFrames():
-            return self._run(params, state, args, kwargs)
+            return self._run_local_step(params, state, args, kwargs)
 
-    def _run(self, params: Replicas, state: LocalState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check(params, state)
-        new_params, new_states, *others = self._run_replicas(params, state, args, kwargs)
+    def _run_local_step(
+        self, params: Replicas, state: LocalState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._check_replicas(params, state)
+        new_params, new_states, *extra_results = self._run_replicas(params, state, args, kwargs)
         if not isinstance(self.step, Jitted):  # an eager step may return an argument itself, as a frozen leaf
             new_params, new_states = tree.copy_shared((new_params, new_states), (params.trees, state.inner.trees))
-        others = [self.groups.wrap_results(tree.copy_shared(x, (new_params, new_states))) for x in others]
+        extra_results = [self.groups.wrap_results(tree.copy_shared(x, (new_params, new_states))) for x in extra_results]
         count = state.count + 1
         state = replace(state, count=count, inner=Replicas(new_states))
-        state = self._average(
+        state = self._start_average(
             new_params, state, self.schedule.parts_to_send(count), self.schedule.parts_to_apply(count)
         )
-        return Replicas(new_params), state, *others
+        return Replicas(new_params), state, *extra_results
 
     def _run_replicas(
         self, params: Replicas, state: LocalState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,14 +151,14 @@ class LocalSteps:
         Returns:
             The new `(params, state)`, with the same count.
         """
-        self._check(params, state)
+        self._check_replicas(params, state)
         trees = tuple([own_memory(x) for x in params.trees])
         tree.map(wait_tensor, state.pending_sums)
         inner = Replicas(tuple([own_memory(x) for x in state.inner.trees]))
         everything = range(self.schedule.parts)
-        return Replicas(trees), self._average(trees, replace(state, inner=inner), everything, everything)
+        return Replicas(trees), self._start_average(trees, replace(state, inner=inner), everything, everything)
 
-    def _check(self, params: Any, state: Any) -> None:
+    def _check_replicas(self, params: Any, state: Any) -> None:
         if not isinstance(params, Replicas) or not isinstance(state, LocalState):
             raise TypeError(
                 f"params is {type(params).__name__} and state is {type(state).__name__}: expected those of "
@@ -168,7 +170,7 @@ class LocalSteps:
                 "go on with the step that made it, or begin anew from step.gather(state.anchor)"
             )
 
-    def _average(
+    def _start_average(
         self, params: tuple[Any, ...], state: LocalState, to_send: Sequence[int], to_apply: Sequence[int]
     ) -> LocalState:
         """Start to average the parts `to_send`, and write the means of the parts `to_apply` into the replicas."""
@@ -222,7 +224,7 @@ class LocalSteps:
         Raises:
             CheckpointError: as `fzero.save` does.
         """
-        self._check(params, state)
+        self._check_replicas(params, state)
         save_replicas(path, self.outer_step, self.schedule, params, state)
 
     @api_boundary
@@ -245,7 +247,7 @@ class LocalSteps:
             CheckpointError: if the save is incomplete or damaged, or was made between two averages by another number
                 of replicas, or with another schedule.
         """
-        self._check(params, state)
+        self._check_replicas(params, state)
         return load_replicas(path, self.groups, self.schedule, params, state)
 
 
@@ -366,10 +368,10 @@ def _replica_groups(sharded: ShardedStep, over: Any) -> ReplicaGroups:
         )
     groups = ReplicaGroups(mesh, over)
     if set(sharded.axis) <= {over}:
-        others = groups.inner_axes
+        inner_axes = groups.inner_axes
         advice = (
-            f"did you mean over={others[0]!r}?"
-            if others
+            f"did you mean over={inner_axes[0]!r}?"
+            if inner_axes
             else "give a replica an axis of its own, even of one rank: "
             f"fzero.mesh({over}={groups.count}, {'shard' if over == 'dp' else 'dp'}=1)"
         )

@@ -43,7 +43,7 @@ class OuterStep:
         program = self.step.program(
             lambda params, masters: tree.map(at_least_float32, self._in_anchor_layout(params, masters))
         )
-        return own_memory(program(params, _masters_of(state)))
+        return own_memory(program(params, _find_masters(state)))
 
     def init(self, anchor: Any) -> Any:
         """Make the outer optimizer's state for a part of the anchor."""
@@ -59,8 +59,8 @@ class OuterStep:
         replicas = self._replica_pairs(params, states)
 
         def program(anchor: Any, tensors: list[torch.Tensor]) -> Any:
-            own = select(self._in_anchor_layout(*rebuild(replicas[0], tensors)), part)
-            pseudo_gradient = tree.map(lambda a, p: (a - p.to(a.dtype)) / self.groups.count, anchor, own)
+            part_params = select(self._in_anchor_layout(*rebuild(replicas[0], tensors)), part)
+            pseudo_gradient = tree.map(lambda a, p: (a - p.to(a.dtype)) / self.groups.count, anchor, part_params)
             return start_sum(pseudo_gradient, self.groups.over, self.codec)
 
         with torch.no_grad():
@@ -106,8 +106,8 @@ class OuterStep:
             anchor = apply_updates(anchor, updates)
             new = anchor
             if self.mix:
-                own = select(self._in_anchor_layout(params, masters), part)
-                new = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, own)
+                part_params = select(self._in_anchor_layout(params, masters), part)
+                new = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, part_params)
             changed = (self._as_params(new, select(params, part)), _like_masters(new, select(masters, part)))
             return anchor, state, self.groups.box(changed)
 
@@ -120,7 +120,7 @@ class OuterStep:
 
     @staticmethod
     def _replica_pairs(params: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
-        return [(p, _masters_of(s)) for p, s in zip(params, states, strict=True)]
+        return [(p, _find_masters(s)) for p, s in zip(params, states, strict=True)]
 
     def _in_anchor_layout(self, params: Any, masters: Any) -> Any:
         """Return a replica's parameters in the layout of the anchor: master weights where there are any."""
@@ -134,15 +134,15 @@ class OuterStep:
     def _as_params(self, new: Any, params: Any) -> Any:
         """Return new values in the dtypes and the layout of a replica's parameters."""
         old = self._partition(params)
-        narrow = tree.map(lambda x, p: x if p.dtype == x.dtype else round_master(x, p.dtype), new, old)
-        return replicate(narrow) if self.step.layout.shards_within_step else narrow
+        rounded = tree.map(lambda x, p: x if p.dtype == x.dtype else round_master(x, p.dtype), new, old)
+        return replicate(rounded) if self.step.layout.shards_within_step else rounded
 
 
 def _is_master_state(x: Any) -> bool:
     return isinstance(x, MasterState)
 
 
-def _masters_of(state: Any) -> Any:
+def _find_masters(state: Any) -> Any:
     """Return the tree of master weights in an optimizer's state, None if it has none."""
     masters = [x.master for x in tree.flatten(state, _is_master_state)[0] if _is_master_state(x)]
     return masters[0] if masters else None

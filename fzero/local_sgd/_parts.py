@@ -16,11 +16,11 @@ def divide_into_parts(anchor: Any, count: int) -> list[frozenset[int]]:
         if x is not None:
             units.setdefault(("unit", x.spec_id) if isinstance(x, Shard | Slot) else ("leaf", id(x)), []).append(i)
     sizes = [sum([x.numel() for x in tree.tensors([entries[i] for i in members])]) for members in units.values()]
-    total, done = max(sum(sizes), 1), 0
+    total, numel_before = max(sum(sizes), 1), 0
     parts: list[set[int]] = [set() for _ in range(count)]
     for members, size in zip(units.values(), sizes, strict=True):
-        parts[min((2 * done + size) * count // (2 * total), count - 1)] |= set(members)
-        done += size
+        parts[min((2 * numel_before + size) * count // (2 * total), count - 1)] |= set(members)
+        numel_before += size
     return [frozenset(part) for part in parts]
 
 
@@ -35,5 +35,5 @@ def select(values: Any, part: frozenset[int]) -> Any:
 def merge(values: Any, changed: Any) -> Any:
     """Return a tree with the entries of `changed` that are not None."""
     entries, structure = tree.flatten(values, is_box)
-    others = tree.flatten(changed, is_box)[0]
-    return tree.unflatten(structure, [x if y is None else y for x, y in zip(entries, others, strict=True)])
+    changed_leaves = tree.flatten(changed, is_box)[0]
+    return tree.unflatten(structure, [x if y is None else y for x, y in zip(entries, changed_leaves, strict=True)])

@@ -10,7 +10,7 @@ import torch
 from fzero import tree
 from fzero._torch import in_buffers
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, axes_of, is_box
+from fzero.sharding import PerRank, is_box, leaf_axes
 
 __all__ = ["LocalState", "ReplicaGroups", "Replicas", "own_memory", "rebuild"]
 
@@ -132,8 +132,8 @@ class ReplicaGroups:
             return Replicas(tuple(trees))
         structure = tree.flatten(trees[0])[1]
         columns = zip(*[tree.flatten(x)[0] for x in trees], strict=True)
-        joined = [self._join_replicas(xs, ()) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns]
-        return tree.unflatten(structure, joined)
+        joined_results = [self._join_replicas(xs, ()) if isinstance(xs[0], torch.Tensor) else xs[0] for xs in columns]
+        return tree.unflatten(structure, joined_results)
 
     def _check_rows(self, values: Any, names: Sequence[str]) -> None:
         ranks = math.prod([size for name, size in self.mesh.shape if name in names])
@@ -162,7 +162,7 @@ class ReplicaGroups:
 
     def _axes(self, values: Any) -> list[tuple[str, ...]]:
         """List the axes of a replica's mesh along which each distinct tensor of its tree differs."""
-        axes = axes_of(values, self.inner_axes)
+        axes = leaf_axes(values, self.inner_axes)
         return [axes[i] for i in tree.index_tensors(tree.flatten(values)[0])[0]]
 
     def _with_over(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -152,11 +152,11 @@ class Apply:
         notice_split_tokens(self.module)
         copies = {name: _own_copy(buffers[name]) for name in sorted(self.mutable_names | self.scratch_names)}
         with give_boxes_to_blocks(self._own_module(), self.blocks, {**params, **buffers, **copies}) as state:
-            out = self._run(f, state, args, kwargs)
-        kept = {name for name, x in buffers.items() if is_box(x)} | self.scratch_names
-        return out, {name: x if name in kept else state[name] for name, x in buffers.items()}
+            out = self._run_and_check_writes(f, state, args, kwargs)
+        unwritten_names = {name for name, x in buffers.items() if is_box(x)} | self.scratch_names
+        return out, {name: x if name in unwritten_names else state[name] for name, x in buffers.items()}
 
-    def _run(self, f: Callable[..., Any] | None, state: NamedTensors, args: Any, kwargs: Any) -> Any:
+    def _run_and_check_writes(self, f: Callable[..., Any] | None, state: NamedTensors, args: Any, kwargs: Any) -> Any:
         """Run `f` on `state`, where writes replace mutable buffers, and check its other writes."""
         module = self._own_module()
         if torch.compiler.is_dynamo_compiling():  # Dynamo refuses side effects itself
@@ -218,10 +218,10 @@ def _call_on(module: torch.nn.Module, f: Callable[..., Any] | None, state: Named
 
 def _own_copy(x: torch.Tensor) -> torch.Tensor:
     """Copy a buffer for this rank to write; a simulated rank's copy must be able to differ from the others."""
-    copied = x.clone()
+    copy = x.clone()
     if not x.is_floating_point():  # a counter is equal on all ranks
-        return copied
+        return copy
     for axis in loss_axes():
         if not axis.group:
-            copied = torch.where(axis.token >= 0, copied, copied)
-    return copied
+            copy = torch.where(axis.token >= 0, copy, copy)
+    return copy

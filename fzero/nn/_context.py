@@ -26,6 +26,6 @@ def check_context(module: torch.nn.Module, axis: str) -> ContextAxis:
 
 def with_context(module: torch.nn.Module, axis: str) -> torch.nn.Module:
     """Return a copy of a model of transformers that attends across the ranks of an axis, with the same tensors."""
-    context, copied = check_context(module, axis), copy_module(module, shared_tensors(module))
-    install(copied, context)
-    return copied
+    context, copy = check_context(module, axis), copy_module(module, shared_tensors(module))
+    install(copy, context)
+    return copy

@@ -26,14 +26,14 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> 
         memo: replacements for some objects, by their ids, as `copy.deepcopy` takes them.
     """
     memo = {} if memo is None else memo
-    copied = copy.deepcopy(module, memo)
-    for m in copied.modules():
+    module_copy = copy.deepcopy(module, memo)
+    for m in module_copy.modules():
         for name, x in attributes(m).items():
             if (y := _copied_value(x, memo)) is not x:
                 m.__dict__[name] = y
         for hooks in forward_hooks(m):
             hooks.update({key: _copied_value(hook, memo) for key, hook in hooks.items()})
-    return copied
+    return module_copy
 
 
 def shared_tensors(module: torch.nn.Module) -> dict[int, Any]:
@@ -133,7 +133,7 @@ def _check_function(f: FunctionType, holder: str, tensors: dict[int, str], part_
                 f"{label}, which holds {tensors[id(x)]!r} itself, so the tensor would not be trained there: make the "
                 "function read it from a module, such as the hook's first argument"
             )
-    for name in sorted(_globals_of(f.__code__)):
+    for name in sorted(_global_names(f.__code__)):
         if id(f.__globals__.get(name)) in part_ids:
             raise ValueError(
                 f"{label}, which reads the global {name!r}, a part of the module. apply runs a copy of the module, "
@@ -149,7 +149,7 @@ def _flatten_containers(values: Any) -> Iterator[Any]:
             yield x
 
 
-def _globals_of(code: CodeType) -> set[str]:
+def _global_names(code: CodeType) -> set[str]:
     """Return the names of the globals that a function and its inner functions read."""
-    inner = [_globals_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    inner = [_global_names(c) for c in code.co_consts if isinstance(c, CodeType)]
     return {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}.union(*inner)

@@ -11,7 +11,7 @@ import torch
 from fzero._arguments import did_you_mean
 from fzero._torch import allow_in_graph, scaled_mm
 from fzero._tracebacks import api_boundary
-from fzero.codecs import KINDS, largest_magnitudes, scales_of
+from fzero.codecs import KINDS, block_scales, largest_magnitudes
 
 __all__ = ["SCALINGS", "SIZE_MULTIPLE", "float8_linear"]
 
@@ -141,7 +141,7 @@ def _encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> _ScaledOpe
     x = x.detach()
     # infinity if a number is not finite: a quotient is then 0 or nan, and the product nan
     largest = largest_magnitudes(x).unsqueeze(-1) if is_rowwise else largest_magnitudes(x.reshape(-1))
-    scale = scales_of(KINDS[_KIND_OF_DTYPE[dtype]], largest)
+    scale = block_scales(KINDS[_KIND_OF_DTYPE[dtype]], largest)
     return _ScaledOperand((x.to(torch.float32) / scale).to(dtype), scale)
 
 

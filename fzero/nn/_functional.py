@@ -145,24 +145,24 @@ def functional(
     params, frozen, buffers = list_tensors(module)
     buffers = {name: x.clone() for name, x in buffers.items()}
     buffers_and_frozen, mutable, scratch = {**buffers, **frozen}, mutable_buffers(module), scratch_buffers(module)
-    copied = copy_module(module, stand_ins(module))
-    use_differentiable(copied)
+    module_copy = copy_module(module, stand_ins(module))
+    use_differentiable(module_copy)
     policy = read_matmul_precision(matmul_precision)
-    linears = {} if policy is None else policy.linears(copied)
+    linears = {} if policy is None else policy.linears(module_copy)
     if tp is not None:
         params, buffers_and_frozen = tp.unpack(params), tp.unpack(buffers_and_frozen)
-        install(copied, tp, linears)
-    install_matmuls(copied, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
+        install(module_copy, tp, linears)
+    install_matmuls(module_copy, {name: f for name, f in linears.items() if tp is None or name not in tp.styles})
     if head is not None:
-        install_lazy_logits(copied, head, tp)
+        install_lazy_logits(module_copy, head, tp)
     if context_axis is not None:
-        install_context(copied, context_axis)
+        install_context(module_copy, context_axis)
     check_remat("remat", remat)
     blocks = ()
     if remat:
-        blocks = remat_blocks(copied, None if remat is True else remat, mutable | scratch)
+        blocks = remat_blocks(module_copy, None if remat is True else remat, mutable | scratch)
     apply = Apply(
-        module=copied,
+        module=module_copy,
         param_names=frozenset(params),
         buffer_names=frozenset(buffers_and_frozen),
         mutable_names=mutable,
@@ -178,9 +178,9 @@ def list_tensors(module: torch.nn.Module, is_copied: bool = True) -> tuple[Named
     """Check a module, and return its trainable parameters, its frozen parameters and its buffers, by name."""
     check_module(module, is_copied)
     check_functions(module)
-    named = dict(module.named_parameters())
-    params = {name: p.detach() for name, p in named.items() if p.requires_grad}
-    frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
+    params_by_name = dict(module.named_parameters())
+    params = {name: p.detach() for name, p in params_by_name.items() if p.requires_grad}
+    frozen = {name: p.detach() for name, p in params_by_name.items() if not p.requires_grad}
     return params, frozen, {name: b.detach() for name, b in module.named_buffers()}
 
 

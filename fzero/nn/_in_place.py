@@ -62,15 +62,17 @@ def full_copy(apply: Apply, tensors: NamedTensors) -> torch.nn.Module:
     """Copy the module of `apply`, with full parameters and buffers in place of its stand-ins."""
     memo, values = _full_tensors(apply, tensors), [x for m in apply.module.modules() for x in attributes(m).values()]
     memo |= {id(x): x.detach() for value in values for x in tensors_in(value) if not x.is_leaf}  # deepcopy refuses it
-    copied = copy_module(apply.module, memo)
-    undo_remat_blocks(copied, apply.blocks)
-    return copied
+    module_copy = copy_module(apply.module, memo)
+    undo_remat_blocks(module_copy, apply.blocks)
+    return module_copy
 
 
 def _full_tensors(apply: Apply, tensors: NamedTensors) -> dict[int, Any]:
     """Map the ids of a module's stand-ins to parameters and buffers with values."""
-    named = dict(apply.module.named_parameters())
-    memo: dict[int, Any] = {id(p): torch.nn.Parameter(tensors[name], p.requires_grad) for name, p in named.items()}
+    params_by_name = dict(apply.module.named_parameters())
+    memo: dict[int, Any] = {
+        id(p): torch.nn.Parameter(tensors[name], p.requires_grad) for name, p in params_by_name.items()
+    }
     return memo | {id(x): tensors[name] for name, x in apply.module.named_buffers()}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from fzero.nn._linear_cross_entropy import LogitMap, LossOptions, cross_entropy_of_head
+from fzero.nn._linear_cross_entropy import LogitMap, LossOptions, head_cross_entropy
 from fzero.parallel.tensor import Layers
 
 __all__ = ["check_head", "install_lazy_logits"]
@@ -121,9 +121,9 @@ class _LazyLogits:
         parts = list(index) if isinstance(index, tuple) else [index]
         if not all(part is Ellipsis or isinstance(part, slice | int) for part in parts) or parts.count(Ellipsis) > 1:
             raise self._error(f"[{index}]")
-        at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-        after = len(parts) - at - 1 if at < len(parts) else 0
-        of_tokens = [*parts[:at], *[slice(None)] * (self.ndim - at - after), *parts[len(parts) - after :]]
+        dots = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+        after = len(parts) - dots - 1 if dots < len(parts) else 0
+        of_tokens = [*parts[:dots], *[slice(None)] * (self.ndim - dots - after), *parts[len(parts) - after :]]
         if len(of_tokens) != self.ndim or of_tokens[-1] != slice(None):
             raise self._error(f"[{index}]")
         return replace(self, hidden=self.hidden[tuple(of_tokens)])
@@ -192,7 +192,7 @@ def _cross_entropy(
     if input.ndim > 2:  # there the classes are dimension 1
         raise input._error(f"cross_entropy of {list(input.shape)}")
     options = LossOptions(ignore_index, reduction, label_smoothing, axis=input.axis)
-    return cross_entropy_of_head(
+    return head_cross_entropy(
         input.hidden, input.weight, labels=target, bias=input.bias, maps=input.maps, options=options
     )
 
@@ -223,18 +223,18 @@ def check_head(model: torch.nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is head)
 
 
-def install_lazy_logits(copied: torch.nn.Module, path: str, tp: Layers | None = None) -> None:
+def install_lazy_logits(module: torch.nn.Module, path: str, tp: Layers | None = None) -> None:
     """Make a copy of a model return `_LazyLogits`, and compute its loss of them.
 
     Args:
-        copied: the copy.
+        module: the copy.
         path: the path of its head, of `check_head`.
         tp: the layers that are split over an axis.
     """
-    head: Any = copied.get_submodule(path)
+    head: Any = module.get_submodule(path)
     axis = tp.axis if tp is not None and path in tp.styles else None
-    head.forward = partial(_lazy_head, type(copied).__name__, head, axis, head.out_features)
-    copied.forward = _with_check(copied.forward, type(copied).__name__)
+    head.forward = partial(_lazy_head, type(module).__name__, head, axis, head.out_features)
+    module.forward = _with_check(module.forward, type(module).__name__)
 
 
 def _lazy_head(model: str, head: Any, axis: str | None, classes: int, input: torch.Tensor) -> _LazyLogits:

@@ -19,10 +19,10 @@ from fzero._torch import in_chunk
 from fzero._torch.levels import in_forward_mode
 from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_index, axis_size
-from fzero.parallel.tensor import along, check_loss_options, check_part, enter, leave, logits_of, loss_of_sums
+from fzero.parallel.tensor import along, check_loss_options, check_part, combine_sums, enter, leave, take_target_logits
 from fzero.transforms import remat
 
-__all__ = ["LogitMap", "LossOptions", "cross_entropy_of_head", "linear_cross_entropy"]
+__all__ = ["LogitMap", "LossOptions", "head_cross_entropy", "linear_cross_entropy"]
 
 _HALF = torch.bfloat16, torch.float16
 LogitMap = Callable[[torch.Tensor], torch.Tensor]  # changes logits one by one
@@ -101,14 +101,14 @@ def linear_cross_entropy(
         axis=axis,
         chunk=chunk,
     )
-    return cross_entropy_of_head(hidden, weight, labels, bias, maps, options)
+    return head_cross_entropy(hidden, weight, labels, bias, maps, options)
 
 
 def _cap_logits(softcap: float, logits: torch.Tensor) -> torch.Tensor:
     return softcap * torch.tanh(logits / softcap)
 
 
-def cross_entropy_of_head(
+def head_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -126,14 +126,12 @@ def cross_entropy_of_head(
         check_part("linear_cross_entropy", weight, axis)
         hidden = enter(hidden, axis)
     local = labels - axis_index(bound, device=labels.device) * len(weight)
-    log_sum, target, total = _sums_of_chunks(
-        hidden, weight, local, bias, _ChunkOptions(chunk, label_smoothing > 0, maps)
-    )
+    log_sum, target, total = _chunked_sums(hidden, weight, local, bias, _ChunkOptions(chunk, label_smoothing > 0, maps))
     if axis is not None:
         log_sum, target, total = _combine_ranks(log_sum, target, total, axis)
     penalty = z_loss * log_sum.square() if z_loss else 0.0
     classes = len(weight) * axis_size(bound)
-    return loss_of_sums(
+    return combine_sums(
         log_sum,
         target,
         total,
@@ -192,7 +190,7 @@ class _ChunkOptions(NamedTuple):
     maps: tuple[LogitMap, ...]
 
 
-def _sums_of_chunks(
+def _chunked_sums(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -203,13 +201,13 @@ def _sums_of_chunks(
     run: Callable[..., torch.Tensor] = remat(_chunk_sums)
     # split, not slices: the gradients of the parts are concatenated once
     weights = weight.split(options.chunk)
-    wide = None
+    wide_hidden = None
     # a forward-mode derivative has no sum, and takes no tangents of values without memory
     if hidden.dtype in _HALF and not torch.compiler.is_dynamo_compiling() and not in_forward_mode():
-        hidden, wide = hidden.detach(), _WideGradient.apply(hidden)
+        hidden, wide_hidden = hidden.detach(), _WideGradient.apply(hidden)
     biases = [None] * len(weights) if bias is None else bias.split(options.chunk)
     chunks = enumerate(zip(weights, biases, strict=True))
-    sums = torch.stack([run(hidden, wide, w, b, labels, i, options) for i, (w, b) in chunks])
+    sums = torch.stack([run(hidden, wide_hidden, w, b, labels, i, options) for i, (w, b) in chunks])
     return _TokenSums(sums[:, 0].logsumexp(0), sums[:, 1].sum(0), sums[:, 2].sum(0) if options.smooth else None)
 
 
@@ -246,7 +244,7 @@ def _chunk_sums(
         logits = at_least_float32(F.linear(hidden, weight, bias))
         for change in options.maps:
             logits = change(logits)
-        target = logits_of(labels - index * options.chunk, logits)
+        target = take_target_logits(labels - index * options.chunk, logits)
         return torch.stack([logits.logsumexp(-1), target, *([logits.sum(-1)] if options.smooth else [])])
 
 

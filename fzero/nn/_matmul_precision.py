@@ -121,8 +121,8 @@ def _linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     for attention in module.modules():
         if isinstance(attention, torch.nn.MultiheadAttention):  # it reads the weight of this layer, and never calls it
             called.discard(id(attention.out_proj))
-    named = [(name, m) for name, m in module.named_modules() if id(m) in called and "forward" not in vars(m)]
-    return {f"{name}.weight".lstrip("."): m for name, m in named if _is_linear(m) or _is_transposed(m)}
+    linear_modules = [(name, m) for name, m in module.named_modules() if id(m) in called and "forward" not in vars(m)]
+    return {f"{name}.weight".lstrip("."): m for name, m in linear_modules if _is_linear(m) or _is_transposed(m)}
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
@@ -144,8 +144,12 @@ def _has_multiple_sizes(weight: torch.Tensor) -> bool:
 
 def _default_layers(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
     blocks = tuple([f"{name}." for name in repeated_blocks(module)])
-    within = [path for path in weights if path.startswith(blocks) and path.removesuffix(".weight") + "." not in blocks]
-    names = [path for path in within if path.split(".")[-2] not in _ROUTERS] if within else list(weights)[1:-1]
+    block_layers = [
+        path for path in weights if path.startswith(blocks) and path.removesuffix(".weight") + "." not in blocks
+    ]
+    names = (
+        [path for path in block_layers if path.split(".")[-2] not in _ROUTERS] if block_layers else list(weights)[1:-1]
+    )
     return [path for path in names if _has_multiple_sizes(weights[path])]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fzero._notice import trouble_link, warn_once
 from fzero._torch.levels import is_differentiated
-from fzero._torch.memory import version_of
+from fzero._torch.memory import tensor_version
 from fzero._torch.modules import attributes
 
 __all__ = [
@@ -47,7 +47,7 @@ class _Versions(NamedTuple):
 
 def record_versions(state: Mapping[str, torch.Tensor]) -> _Versions:
     """Record the tensors of a call and their versions."""
-    return _Versions(dict(state), {name: version_of(x) for name, x in state.items()})
+    return _Versions(dict(state), {name: tensor_version(x) for name, x in state.items()})
 
 
 def check_writes(
@@ -71,7 +71,7 @@ def check_writes(
                 f"the module's forward pass replaced parameter {name!r}, whose gradient would be lost: use a local "
                 "variable in forward, or torch.nn.utils.parametrize"
             )
-        if name not in mutable and version_of(x) != before.numbers[name]:
+        if name not in mutable and tensor_version(x) != before.numbers[name]:
             expected = (
                 "change it in the train step, or let forward compute a new tensor"
                 if name in params
@@ -171,8 +171,8 @@ def _copy_plain_values(x: object, visited: set[int]) -> Any:
     if isinstance(x, SimpleNamespace) or (is_dataclass(x) and not isinstance(x, type)):
         x = vars(x)
     if isinstance(x, dict):
-        copied = {key: _copy_plain_values(y, visited) for key, y in x.items()}
-        return {key: y for key, y in copied.items() if y is not _NOT_PLAIN}
+        copies = {key: _copy_plain_values(y, visited) for key, y in x.items()}
+        return {key: y for key, y in copies.items() if y is not _NOT_PLAIN}
     if isinstance(x, set):
         return {y for y in x if isinstance(y, _PLAIN)}
     if isinstance(x, _CONTAINERS):
@@ -215,12 +215,12 @@ def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: Lef
             f"{check.kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the "
             "constructor, or run the module once on a batch before fzero.nn.functional(module)"
         )
-    left = {
+    leftovers = {
         name: [x for at, x in xs.items() if at not in before.tensors.get(name, {})]
         for name, xs in after.tensors.items()
     }
-    left |= {name: [x] for name, x in after.buffers.items() if name not in before.buffers}
-    for name, xs in left.items():
+    leftovers |= {name: [x] for name, x in after.buffers.items() if name not in before.buffers}
+    for name, xs in leftovers.items():
         if xs and not check.is_ignored(name):
             _report_tensors(name, xs, check)
     for name, value in after.values.items():
@@ -237,11 +237,12 @@ def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck
     holder, _, attribute = name.rpartition(".")
     label = f"{check.kind}'s forward pass left a tensor in its attribute {check.prefix + name!r}"
     if any(map(is_differentiated, tensors)):
-        read = f"module.get_submodule({holder!r}).{attribute}" if holder else f"module.{attribute}"
+        expression = f"module.get_submodule({holder!r}).{attribute}" if holder else f"module.{attribute}"
         raise RuntimeError(
             f"fzero.nn: {label}, which depends on the parameters. apply runs a copy of the module, so code that reads "
             "the attribute after the call gets an old value or none: have forward return it, or call apply.method("
-            f"lambda module, *args: (module(*args), {read})) in place of apply. {_ignore_hint(name, check, 'reads it')}"
+            f"lambda module, *args: (module(*args), {expression})) in place of apply. "
+            f"{_ignore_hint(name, check, 'reads it')}"
         )
     warn_once(
         f"fzero.nn: {label}. apply runs a copy of the module, so your module does not get it: have forward return it. "

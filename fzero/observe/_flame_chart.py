@@ -59,9 +59,9 @@ class _Bar(NamedTuple):
 def _bars(spans: Sequence[Span]) -> Iterator[_Bar]:
     """Yield the bars of a chart. Neighbours with the same name are joined if the bars above them are the same."""
     rows = len(_row_names(spans))
-    named = [(_names(s, rows), s) for s in spans]
+    named_spans = [(_names(s, rows), s) for s in spans]
     for row in range(rows):
-        for names, group in groupby(named, key=lambda x: x[0][: row + 1]):
+        for names, group in groupby(named_spans, key=lambda x: x[0][: row + 1]):
             if names[-1]:
                 group_spans = [span for _, span in group]
                 inner = next((name for name in reversed(names[1 : rows - 2]) if name), "")
@@ -100,10 +100,10 @@ def _colours(spans: Sequence[Span]) -> tuple[dict[str, str], ...]:
     """Return the colours of passes, of the most expensive functions, and of the most expensive operations, by name."""
     functions = [(_without_numbers(_span_frames(s)[:_MAX_ROWS][-1]), s.seconds) for s in spans]
     operations = [(_span_operation(s), s.seconds) for s in spans]
-    return _PASSES, _colours_of_top(functions, _FUNCTIONS), _colours_of_top(operations, _OPERATIONS)
+    return _PASSES, _top_colours(functions, _FUNCTIONS), _top_colours(operations, _OPERATIONS)
 
 
-def _colours_of_top(costs: Iterable[tuple[str, float]], palette: Sequence[str]) -> dict[str, str]:
+def _top_colours(costs: Iterable[tuple[str, float]], palette: Sequence[str]) -> dict[str, str]:
     """Give the names of the largest sums of seconds the colours of a palette."""
     sums: dict[str, float] = {}
     for name, seconds in costs:

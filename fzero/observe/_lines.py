@@ -122,12 +122,12 @@ def _mark_functions(prefix: str) -> Iterator[None]:
     def before(operation: WatchedOperation) -> torch.profiler.record_function:
         site = current_call_site()
         phase = "backward" if site.backward else "forward or update"
-        mark = torch.profiler.record_function(f"{prefix}{_function_at(site.line) or 'fzero'}, {phase}")
-        mark.__enter__()
-        return mark
+        range_mark = torch.profiler.record_function(f"{prefix}{_function_at(site.line) or 'fzero'}, {phase}")
+        range_mark.__enter__()
+        return range_mark
 
-    def after(operation: WatchedOperation, mark: torch.profiler.record_function, results: Sequence[Any]) -> None:
-        mark.__exit__(None, None, None)
+    def after(operation: WatchedOperation, range_mark: torch.profiler.record_function, results: Sequence[Any]) -> None:
+        range_mark.__exit__(None, None, None)
 
     with record_node_lines(), watch_operations(before, after):
         yield

@@ -119,8 +119,8 @@ class Nonfinite:
     def __str__(self) -> str:
         if self.finite:
             return f"{self.name}: all results are finite"
-        more = f", and {len(self.results) - 3} more" if len(self.results) > 3 else ""
-        lines = [f"{self.name}: not finite: {'; '.join(self.results[:3])}{more}"]
+        rest_text = f", and {len(self.results) - 3} more" if len(self.results) > 3 else ""
+        lines = [f"{self.name}: not finite: {'; '.join(self.results[:3])}{rest_text}"]
         if self.cause is not None:
             lines += self.cause.lines(self.size)
         if self.nan_cause is not None:

@@ -9,7 +9,7 @@ import torch
 from fzero import tree
 from fzero.observe._nonfinite_tracker import nonfinite_kind
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, Shard, axes_of, is_box, path_on_rank, prefix_of, traced_spec
+from fzero.sharding import PerRank, Shard, is_box, leaf_axes, path_on_rank, subtree_prefix, traced_spec
 
 __all__ = ["nonfinite_parts"]
 
@@ -41,7 +41,7 @@ def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
 def _nonfinite_parts(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite parts of a box, by leaf and rank. In a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
-    for inner, x, axes in zip(paths, leaves, axes_of(box, mesh.axis_names), strict=True):
+    for inner, x, axes in zip(paths, leaves, leaf_axes(box, mesh.axis_names), strict=True):
         if not isinstance(x, torch.Tensor) or not nonfinite_kind(x):
             continue
         # the first part of a path in a box is that of its only child
@@ -67,7 +67,7 @@ def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> t
         return x, path
     first = start + int((~torch.isfinite(x)).flatten().nonzero()[0])
     index = sum([stop <= first for stop in unit.offsets[1:]])
-    prefix = prefix_of(path, paths[0])
+    prefix = subtree_prefix(path, paths[0])
     if prefix is None:
         return x, path
     coordinates = dict(zip(mesh.axis_names, mesh.coordinates(rank), strict=True))

@@ -9,7 +9,7 @@ import torch
 
 from fzero._format import format_tensor
 from fzero._torch.call_site import current_call_site
-from fzero._torch.memory import Memory, is_real, memory_of
+from fzero._torch.memory import Memory, is_real, tensor_memory
 from fzero._torch.watched import WatchedOperation
 from fzero.axes import bound_axes
 from fzero.observe._value_graph import Edge, NonFiniteResult, NonFiniteValue, ValueCause, ValueGraph
@@ -97,8 +97,8 @@ class NonFiniteTracker:
             for e in self._edges(operation.arguments[1:], operation):
                 self._remember(operation.arguments[:1], e.number)
             return
-        storages = {memory_of(x).storage for x in operation.arguments if is_real(x)}
-        new = [x for x in results if is_real(x) and memory_of(x).storage not in storages]
+        storages = {tensor_memory(x).storage for x in operation.arguments if is_real(x)}
+        new = [x for x in results if is_real(x) and tensor_memory(x).storage not in storages]
         if "empty" in name:
             self._watch_memory(new, self._record_early_read(operation))
             return
@@ -112,7 +112,7 @@ class NonFiniteTracker:
         if kind:
             # a mask of -inf in the batch is intended, so it is reported only if nothing else is found
             cause = ValueCause(self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above)
-            self._remember([x], self._record(kind.nan, [], cause))
+            self._remember([x], self._add_value(kind.nan, [], cause))
 
     def record_result(self, x: torch.Tensor, path: str) -> None:
         """Record a result if it is not finite."""
@@ -129,9 +129,9 @@ class NonFiniteTracker:
         """Record whether an operation's results are non-finite, and from which operands they have it."""
         kinds = [(x, nonfinite_kind(x)) for x in (*new, *operation.mutated_arguments)]
         kind = _Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
-        written = {id(x) for x in operation.mutated_arguments}
+        mutated_ids = {id(x) for x in operation.mutated_arguments}
         parents = (
-            overwritten + self._edges([x for x in operation.arguments if id(x) not in written], operation)
+            overwritten + self._edges([x for x in operation.arguments if id(x) not in mutated_ids], operation)
             if kind
             else []
         )
@@ -141,7 +141,7 @@ class NonFiniteTracker:
             return
         parents = list(dict.fromkeys(parents))
         first = not parents or (kind.nan and not any(e.nan for e in parents))
-        number = self._record(kind.nan, parents, self._cause(operation, kind) if first else None)
+        number = self._add_value(kind.nan, parents, self._cause(operation, kind) if first else None)
         self._remember([x for x, k in kinds if k], number)
 
     def _record_messages(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
@@ -153,7 +153,7 @@ class NonFiniteTracker:
         cause = self._cause(operation, _FINITE, with_inputs=False)
 
         def record_received(nan: bool) -> int:
-            return self._record(nan, [], cause, collective)
+            return self._add_value(nan, [], cause, collective)
 
         self._watch_memory(
             [*results, *operation.mutated_arguments, *(operation.arguments if is_receive else ())], record_received
@@ -165,7 +165,7 @@ class NonFiniteTracker:
 
         def record_read(nan: bool) -> int:
             cause[:] = cause or [self._cause(operation, _FINITE, with_inputs=False)]
-            return self._record(nan, [], cause[0])
+            return self._add_value(nan, [], cause[0])
 
         return record_read
 
@@ -173,19 +173,19 @@ class NonFiniteTracker:
 
     def _remember(self, xs: Sequence[torch.Tensor], number: int) -> None:
         for x in xs:
-            memory = memory_of(x)
+            memory = tensor_memory(x)
             self._regions.setdefault(memory.storage, []).append(_NonFiniteMemory(memory, number))
 
     def _watch_memory(self, xs: Sequence[torch.Tensor], record: Callable[[bool], int]) -> None:
         for x in xs:
             if is_real(x) and (x.is_floating_point() or x.is_complex()):
-                memory = memory_of(x)
+                memory = tensor_memory(x)
                 self._regions.setdefault(memory.storage, []).append(_NonFiniteMemory(memory, -1, record))
 
     def _forget(self, x: torch.Tensor) -> None:
         """Forget the values in memory that is overwritten."""
         if is_real(x) and x.is_contiguous():
-            memory = memory_of(x)
+            memory = tensor_memory(x)
             self._prune(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
 
     def _prune(self, storage: int, keep: Callable[[Memory], bool]) -> list[_NonFiniteMemory]:
@@ -202,7 +202,7 @@ class NonFiniteTracker:
 
     def _find_edges(self, x: torch.Tensor, kind: _Kind, operation: WatchedOperation) -> list[Edge]:
         """Return edges to the values that a non-finite tensor holds. Record a captured tensor as a new value."""
-        memory = memory_of(x)
+        memory = tensor_memory(x)
         regions = [
             r
             for r in self._prune(memory.storage, lambda m: True)
@@ -217,7 +217,9 @@ class NonFiniteTracker:
 
     # Causes.
 
-    def _record(self, nan: bool, parents: list[Edge], cause: ValueCause | None, collective: int | None = None) -> int:
+    def _add_value(
+        self, nan: bool, parents: list[Edge], cause: ValueCause | None, collective: int | None = None
+    ) -> int:
         self.graph.values.append(NonFiniteValue(nan, parents, cause, collective))
         return len(self.graph.values) - 1
 
@@ -226,7 +228,7 @@ class NonFiniteTracker:
         cause = self._cause(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
         is_intended = not kind.nan and not kind.above
-        return self._record(kind.nan, [], ValueCause(**{**vars(cause), "leaf": leaf, "is_intended": is_intended}))
+        return self._add_value(kind.nan, [], ValueCause(**{**vars(cause), "leaf": leaf, "is_intended": is_intended}))
 
     def _order(self) -> tuple[int, int, int]:
         return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.graph.values)

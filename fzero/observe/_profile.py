@@ -106,8 +106,8 @@ class Profile(FigureReport):
             label_text = "  " * (len(c.stack) - 1) + c.stack[-1]
             share, backward = f"{c.seconds / total:.1%}", f"{c.backward_seconds * 1e3:.2f}"
             rows.append(_table_line(label_text, f"{c.seconds * 1e3:.2f}", share, f"{c.calls:,}", backward))
-        more = len(costs) - _MAX_ROWS
-        return [*rows, *([f"      and {more} more in Profile.stacks"] if more > 0 else []), ""]
+        rest_count = len(costs) - _MAX_ROWS
+        return [*rows, *([f"      and {rest_count} more in Profile.stacks"] if rest_count > 0 else []), ""]
 
     def _by_line(self) -> list[str]:
         """Format the most expensive source lines of one step."""
@@ -126,7 +126,7 @@ class Profile(FigureReport):
 
     _caption = "a flame chart of one step"
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         return draw(self.name, self.spans)
 
     def _row(self, cost: Cost, device: bool) -> str:
@@ -180,7 +180,7 @@ def profile(
     seconds = statistics.median([_time_step(step, args, kwargs) for _ in range(steps)])
     profiler = _run_with_profiler(lambda: _time_step(step, args, kwargs), steps)
     if trace is not None:
-        profiler.export_chrome_trace(str(_path_of_rank(Path(trace))))
+        profiler.export_chrome_trace(str(_rank_path(Path(trace))))
     profiled, operations = _by_operation(profiler.events() or [], steps)
     f = getattr(step, "train_step", step)  # a sharded step is named after its function
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
@@ -258,7 +258,7 @@ def _start_together() -> None:
         dist.barrier()
 
 
-def _path_of_rank(path: Path) -> Path:
+def _rank_path(path: Path) -> Path:
     if not (dist.is_available() and dist.is_initialized()):
         return path
     return path.with_name(f"{path.stem}.rank{dist.get_rank()}{path.suffix or '.json'}")

@@ -238,8 +238,8 @@ def _update_by_unit(
     r1, r2 = _bias_corrections(t, b1, b2)
 
     def step(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        wide = g.to(m.dtype)
-        m, v = _first_moment(wide, m, b1), _second_moment(wide, v, b2)
+        gradient = g.to(m.dtype)
+        m, v = _first_moment(gradient, m, b1), _second_moment(gradient, v, b2)
         u = _update_direction(m, v, -rate * r1, r2, eps).to(m.dtype)
         if rest:
             p, is_decayed = rest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from fzero import tree
-from fzero._arguments import check_callable, name_of
+from fzero._arguments import check_callable, function_name
 from fzero._names import missing_members
 from fzero._tracebacks import api_boundary, api_boundary_of_class
 from fzero.optim._offload_plan import Ratio, offload_params
@@ -205,7 +205,7 @@ def _format_argument(value: Any) -> str:
         return f"({', '.join(map(_format_argument, value))}{',' if len(value) == 1 else ''})"
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
-    return name_of(value) if callable(value) else f"<{type(value).__name__}>"
+    return function_name(value) if callable(value) else f"<{type(value).__name__}>"
 
 
 def check_mask(mask: Mask | None) -> None:

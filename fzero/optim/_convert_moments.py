@@ -10,7 +10,7 @@ from fzero.optim._adam import AdamState
 from fzero.optim._base import OptState
 from fzero.optim._one_moment import LionState
 from fzero.optim.matrices import MuonState
-from fzero.optim.moments import elements_of, kind_of, map_moments
+from fzero.optim.moments import map_moments, moment_elements, moment_kind
 from fzero.sharding import is_box
 from fzero.tree import Tree
 
@@ -52,10 +52,10 @@ def convert_moments(opt_state: OptState, like: OptState) -> OptState:
         (torch.uint8, tensor(0.0500))
     """
     states, structure = tree.flatten(opt_state, _has_moments)
-    others, other_structure = tree.flatten(like, _has_moments)
-    if structure != other_structure or [type(x) for x in states] != [type(x) for x in others]:
+    like_entries, other_structure = tree.flatten(like, _has_moments)
+    if structure != other_structure or [type(x) for x in states] != [type(x) for x in like_entries]:
         raise tree.structure_error(opt_state, like, names=("opt_state", "like"))
-    return tree.unflatten(structure, [_convert_state(x, y) for x, y in zip(states, others, strict=True)])
+    return tree.unflatten(structure, [_convert_state(x, y) for x, y in zip(states, like_entries, strict=True)])
 
 
 def _has_moments(x: Any) -> bool:
@@ -70,7 +70,7 @@ def _convert_state(state: Any, like: Any) -> Any:
 
 def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
     """Return a moment in the kind of `like`: widened, rounded or both."""
-    actual, expected = kind_of(moment), kind_of(like)
+    actual, expected = moment_kind(moment), moment_kind(like)
     if actual is not None:
         if actual == expected and _scale_shapes(moment[1]) == _scale_shapes(like[1]):
             return moment  # a second rounding would lose more
@@ -78,7 +78,7 @@ def _convert_moment(moment: Tree, like: Tree, signed: bool) -> Tree:
         def widen(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return m.to(x.dtype) if expected is None else m, m
 
-        moment = map_moments(widen, [signed], elements_of(like), [moment])[0]
+        moment = map_moments(widen, [signed], moment_elements(like), [moment])[0]
     if expected is not None:
         moment = map_moments(lambda x, m: (x, x.to(m.dtype)), [signed], moment, [like])[1][0]
     return moment

@@ -19,8 +19,8 @@ from fzero.sharding import (
     intern_parts,
     is_box,
     join_pieces,
+    lookup_spec,
     shard_to_device,
-    spec_of,
     split_shard,
     traced_spec,
     with_host_share,
@@ -102,7 +102,7 @@ class OffloadPlan:
                 continue
             spec_id = self.spec_ids[leaf.spec_id]
             box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.spec_id)
-            if spec_of(box.spec_id).host not in (0, spec_of(spec_id).host):
+            if lookup_spec(box.spec_id).host not in (0, lookup_spec(spec_id).host):
                 raise ValueError(
                     f"offload: unit {traced_spec(spec_id).unit!r} has {_host_text(box.spec_id)} on the host, and "
                     f"ratio says {_host_text(spec_id)}: give step.init the optimizer that the step updates with"
@@ -136,7 +136,9 @@ class OffloadPlan:
 
     def host_units(self, values: Tree) -> Tree:
         """Return a tree in pieces with only the units that have a host piece; all other entries become None."""
-        entries = [x if isinstance(x, Shard | Slot) and spec_of(x.spec_id).host else None for x in self.entries(values)]
+        entries = [
+            x if isinstance(x, Shard | Slot) and lookup_spec(x.spec_id).host else None for x in self.entries(values)
+        ]
         return tree.unflatten(self.structure, entries)
 
     def with_host_units(self, values: Tree, units: Tree) -> Tree:
@@ -150,7 +152,7 @@ class OffloadPlan:
         for i, (leaf, x) in enumerate(zip(_unit_leaves(paths, out, None), out, strict=True)):
             if leaf is None:
                 continue
-            spec_id = self._spec_id_in_pieces(self._parameter_of(leaf))
+            spec_id = self._spec_id_in_pieces(self._parameter_unit(leaf))
             box = x if leaf.shape is None else Shard(x.reshape(-1), leaf.spec_id)
             out[i] = split_shard(box, spec_id, to_host) if leaf.has_shard else Slot(spec_id, leaf.index)
         return tree.unflatten(structure, out)
@@ -162,7 +164,7 @@ class OffloadPlan:
         for i, x in enumerate(out):
             if not isinstance(x, Shard | Slot):
                 continue
-            spec_id, spec = with_host_share(x.spec_id, 0), spec_of(x.spec_id)
+            spec_id, spec = with_host_share(x.spec_id, 0), lookup_spec(x.spec_id)
             if isinstance(x, Shard):
                 data = shard_to_device(x, self.device).data
                 if not spec.varies:
@@ -176,7 +178,7 @@ class OffloadPlan:
         """Move a piece to the device if its space is the host."""
         return to_device(x, self.device) if space == "host" else x
 
-    def _parameter_of(self, leaf: _UnitLeaf) -> int:
+    def _parameter_unit(self, leaf: _UnitLeaf) -> int:
         """Return the parameter's unit for a plain leaf of the state, or the leaf's own unit.
 
         The leaf "mu.a.w" belongs to the parameter "a.w" of the same shape.
@@ -204,7 +206,7 @@ class OffloadPlan:
     def has_host_params(self, params: Tree | None) -> bool:
         """Return whether parameters have a host piece."""
         entries = [] if params is None else self.entries(params)
-        return any(isinstance(x, Shard) and spec_of(x.spec_id).host for x in entries)
+        return any(isinstance(x, Shard) and lookup_spec(x.spec_id).host for x in entries)
 
     def check(self, state: Tree) -> None:
         """Check that a state is split as this plan says.
@@ -214,7 +216,10 @@ class OffloadPlan:
         """
         paths, entries, _ = tree.flatten_with_paths(state, is_box)
         for path, x in zip(paths, entries, strict=True):
-            if isinstance(x, Shard | Slot) and spec_of(x.spec_id).host != spec_of(self._expected_spec_id(x)).host:
+            if (
+                isinstance(x, Shard | Slot)
+                and lookup_spec(x.spec_id).host != lookup_spec(self._expected_spec_id(x)).host
+            ):
                 actual, expected = _host_text(x.spec_id), _host_text(self._expected_spec_id(x))
                 raise ValueError(
                     f"offload: leaf {path!r} of the state has {actual} on the host, and ratio says {expected}: use the "
@@ -230,7 +235,7 @@ def _with_share(spec_id: int, share: Fraction) -> int:
 
 
 def _host_text(spec_id: int) -> str:
-    return f"{host_numel(spec_id)} elements ({float(spec_of(spec_id).host):.4g} of them)"
+    return f"{host_numel(spec_id)} elements ({float(lookup_spec(spec_id).host):.4g} of them)"
 
 
 def _count_elements(spec_id: int) -> int:
@@ -258,7 +263,7 @@ def plan_offload(params: Tree, ratio: Ratio, precision: Precision | None = None)
     unit_leaves = _unit_leaves(paths, entries, precision)
     spec_ids = [leaf.spec_id for leaf in unit_leaves if leaf is not None and leaf.has_shard]
     return OffloadPlan(
-        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(spec_ids)), ratio), _device_of(entries)
+        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(spec_ids)), ratio), _common_device(entries)
     )
 
 
@@ -278,10 +283,10 @@ def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
     )
     if not spec_ids:  # the step shards no state
         return plan_offload(params, ratio)
-    return OffloadPlan(structure, (None,) * len(entries), _host_shares(spec_ids, ratio), _device_of(entries))
+    return OffloadPlan(structure, (None,) * len(entries), _host_shares(spec_ids, ratio), _common_device(entries))
 
 
-def _device_of(entries: Sequence[Any]) -> torch.device:
+def _common_device(entries: Sequence[Any]) -> torch.device:
     devices = [x.device for x in entries if isinstance(x, Shard | torch.Tensor)]
     return devices[0] if devices else torch.device("cpu")
 
@@ -300,13 +305,13 @@ def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precis
         elif tree.identity(x) in visited:
             unit_leaves.append(visited[tree.identity(x)]._replace(has_shard=False))
         else:
-            unit_leaf = _unit_of_plain(path, x, precision)
+            unit_leaf = _plain_leaf_unit(path, x, precision)
             unit_leaves.append(unit_leaf)
             visited[tree.identity(x)] = unit_leaf
     return unit_leaves
 
 
-def _unit_of_plain(path: str, x: torch.Tensor, precision: Precision | None) -> _UnitLeaf:
+def _plain_leaf_unit(path: str, x: torch.Tensor, precision: Precision | None) -> _UnitLeaf:
     """Return the place of a plain leaf, which is a unit of its own, sharded over no axis."""
     shape = tuple([int(n) for n in x.shape])
     spec_id = intern_parts(
@@ -314,7 +319,7 @@ def _unit_of_plain(path: str, x: torch.Tensor, precision: Precision | None) -> _
         sharded_over=(),
         paths=(path,),
         shapes=(shape,),
-        dtype=x.dtype if precision is None else precision.dtype_of(path, x),
+        dtype=x.dtype if precision is None else precision.leaf_dtype(path, x),
         reduce_grads="each",
         split=(),
         bound=axis_names(),
@@ -328,7 +333,7 @@ def offload_params(params: Tree, ratio: Ratio, precision: Precision | None) -> T
     Raises:
         ValueError: if all parameters are full, as at stages 0 to 2.
     """
-    if not any(isinstance(x, Shard) and spec_of(x.spec_id).axes for x in tree.flatten(params, is_box)[0]):
+    if not any(isinstance(x, Shard) and lookup_spec(x.spec_id).axes for x in tree.flatten(params, is_box)[0]):
         raise ValueError(
             "offload: params=True: no parameter is sharded, and full parameters stay on the device: use stage=3, and "
             "a units= rule that shards some"
@@ -353,7 +358,7 @@ def _share_by_rule(spec_id: int, rule: Callable[[str], float]) -> Fraction:
 
     The elements of all leaves' shares are summed, and the end of the shard holds as many.
     """
-    spec = spec_of(spec_id)
+    spec = lookup_spec(spec_id)
     shares = [rule(path) for path in spec.paths]
     for path, share in zip(spec.paths, shares, strict=True):
         if callable(share):

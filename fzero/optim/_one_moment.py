@@ -198,8 +198,8 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, moments: MomentsLike = No
         return (b2 * m + (1 - b2) * g).to(m.dtype)
 
     def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = g.to(m.dtype)
-        return sign(wide, m).to(g.dtype), average(wide, m)
+        gradient = g.to(m.dtype)
+        return sign(gradient, m).to(g.dtype), average(gradient, m)
 
     def update(grads: Updates, state: LionState, params: Params | None = None) -> tuple[Updates, LionState]:
         check_moment(state.mu, grads, policy)

@@ -14,7 +14,7 @@ from fzero import tree
 from fzero._names import missing_members
 from fzero._tracebacks import api_boundary_of_class
 from fzero.codecs import Codec, CodecKey
-from fzero.sharding import Shard, Slot, box_of, is_box, traced_spec
+from fzero.sharding import Shard, Slot, is_box, make_box, traced_spec
 from fzero.tree import Tree
 
 __all__ = ["Precision"]
@@ -135,7 +135,7 @@ class Precision:
         """Whether shards of parameters are the master weights, in a wider dtype than gathers send."""
         return self.shard not in (None, self.param)
 
-    def dtype_of(self, path: str, leaf: torch.Tensor) -> torch.dtype:
+    def leaf_dtype(self, path: str, leaf: torch.Tensor) -> torch.dtype:
         """Return the dtype that the policy gives a parameter: its own if that is not a floating-point dtype."""
         if not leaf.is_floating_point():
             return leaf.dtype
@@ -155,11 +155,11 @@ class Precision:
         empty_leaves: dict[int, torch.Tensor] = {}  # a tied leaf has the dtype of its first path
         for i, (path, x) in enumerate(zip(paths, entries, strict=True)):
             if isinstance(x, Shard):
-                empty = torch.empty(0, dtype=self._dtype_of_shard(x), device="meta")
-                entries[i] = box_of(x.spec_id, [empty] * len(x.pieces))
+                empty = torch.empty(0, dtype=self._shard_dtype(x), device="meta")
+                entries[i] = make_box(x.spec_id, [empty] * len(x.pieces))
             elif isinstance(x, torch.Tensor):
                 if id(x) not in empty_leaves:
-                    empty_leaves[id(x)] = torch.empty(0, dtype=self.dtype_of(path, x), device="meta")
+                    empty_leaves[id(x)] = torch.empty(0, dtype=self.leaf_dtype(path, x), device="meta")
                 entries[i] = empty_leaves[id(x)]
         return tree.unflatten(structure, entries)
 
@@ -183,7 +183,7 @@ class Precision:
         entries, structure = tree.flatten(params, is_box)
         return tree.unflatten(structure, [narrow(x) for x in entries])
 
-    def _dtype_of_shard(self, x: Shard) -> torch.dtype:
+    def _shard_dtype(self, x: Shard) -> torch.dtype:
         """Return the dtype of a shard: that of its unit, or `shard` if it is sharded between steps and has this dtype.
 
         A shard of stage 1 or 2 is part of full leaves, its origin. When the masters are made, it has their dtype, too.
@@ -219,10 +219,10 @@ class Precision:
             if not isinstance(leaf, torch.Tensor):
                 continue
             if key not in expected:
-                expected[key] = self.dtype_of(path, leaf)
+                expected[key] = self.leaf_dtype(path, leaf)
             dtype, of_policy = leaf.dtype, expected[key]
             if isinstance(x, Shard) and dtype == of_policy:
-                dtype, of_policy = x.dtype, self._dtype_of_shard(x)
+                dtype, of_policy = x.dtype, self._shard_dtype(x)
             if dtype != of_policy:
                 raise TypeError(
                     f"{name}: leaf {path!r} is {dtype}, and precision= says {of_policy}: start with "

@@ -80,7 +80,7 @@ class Engine:
 
     def run_step(self, batches: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, torch.Tensor]:
         """Run a step on this rank's micro-batches."""
-        stacked = stack(batches, together=self.is_jitted and not self.models.apply.mutable_names)
+        stacked = stack(batches, as_one=self.is_jitted and not self.models.apply.mutable_names)
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
         arguments = self.params, self.opt_state, self.buffers, self.other_tensors
         if self._jitted_step is not None:
@@ -117,8 +117,8 @@ class Engine:
         layout = self.step.layout
 
         def program(params: Any, *args: Any) -> Any:
-            within = partition(params, reduce_grads=layout.grads) if layout.shards_within_step else params
-            return f(within, *args)
+            sharded_params = partition(params, reduce_grads=layout.grads) if layout.shards_within_step else params
+            return f(sharded_params, *args)
 
         return self.step.program(program)
 

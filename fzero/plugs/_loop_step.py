@@ -135,9 +135,9 @@ class LoopStep:
         is_mutable = bool(self.models.apply.mutable_names)
 
         def loss_fn(params: Any, frozen: Any, tensors: Any) -> Any:
-            one = {**tree.map(lambda x: x.squeeze(0), tensors), **batch.constants}
+            micro_batch = {**tree.map(lambda x: x.squeeze(0), tensors), **batch.constants}
             frozen_and_buffers = ((frozen[0], buffers), *frozen[1:])
-            loss, new = self.models.run(self.loss, params, frozen_and_buffers, one)
+            loss, new = self.models.run(self.loss, params, frozen_and_buffers, micro_batch)
             loss = loss / self.ranks
             return (loss, new) if is_mutable else loss
 

@@ -24,15 +24,15 @@ class MicroBatch(NamedTuple):
     count: int
 
 
-def stack(batches: Sequence[dict[str, Any]], together: bool) -> list[MicroBatch]:
-    """Stack the micro-batches of a step, if they are alike and `together` allows it; else make one of each.
+def stack(batches: Sequence[dict[str, Any]], as_one: bool) -> list[MicroBatch]:
+    """Stack the micro-batches of a step, if they are alike and `as_one` allows it; else make one of each.
 
     Raises:
         TypeError: if a value mixes tensors with others.
     """
     split = [_split_constants(batch) for batch in batches]
-    alike = all(_batch_signature(x) == _batch_signature(split[0]) for x in split)
-    groups = [split] if together and alike else [[x] for x in split]
+    have_equal_shapes = all(_batch_signature(x) == _batch_signature(split[0]) for x in split)
+    groups = [split] if as_one and have_equal_shapes else [[x] for x in split]
     return [
         MicroBatch(tree.map(lambda *xs: torch.stack(xs), *[tensors for tensors, _ in group]), group[0][1], len(group))
         for group in groups

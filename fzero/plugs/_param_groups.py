@@ -45,12 +45,12 @@ class ParamGroups:
         shared = self.hyperparams[0]
         base, coupled = _make_base(self.kind, shared)
         decays = [
-            self._of_group(i, optim.add_decayed_weights(group["weight_decay"]))
+            self._group_optimizer(i, optim.add_decayed_weights(group["weight_decay"]))
             for i, group in enumerate(self.hyperparams)
             if group["weight_decay"]
         ]
         links = [*decays, base] if coupled else [base, *decays]
-        scales = [self._of_group(i, optim.scale_by_learning_rate(rate)) for i, rate in enumerate(rates)]
+        scales = [self._group_optimizer(i, optim.scale_by_learning_rate(rate)) for i, rate in enumerate(rates)]
         return optim.chain(*links, *scales)
 
     def rates(self, opt: torch.optim.Optimizer) -> list[Any]:
@@ -69,7 +69,7 @@ class ParamGroups:
                     )
         return [group["lr"] for group in opt.param_groups]
 
-    def _of_group(self, i: int, opt: optim.Optimizer) -> optim.Optimizer:
+    def _group_optimizer(self, i: int, opt: optim.Optimizer) -> optim.Optimizer:
         members = frozenset(self.names[i])
         if len(self.names) == 1:
             return opt
@@ -173,17 +173,18 @@ def _make_base(kind: str, group: _Group) -> _Base:
         ValueError: if an option of the group has no counterpart.
     """
     make = optim.torch_equivalents()[kind]
-    takes = inspect.signature(make).parameters
+    parameters = inspect.signature(make).parameters
     values = {name: value for name, value in group.items() if name not in _IGNORED}
     if "betas" in values:
         values["b1"], values["b2"] = values.pop("betas")
     for name, value in values.items():
-        if value and name not in takes:
+        if value and name not in parameters:
             raise ValueError(
                 f"{kind}({name}={value}) has no counterpart in fzero.optim: {_ADVICE.get(name, 'leave it out')}"
             )
-    hyperparams = {name: value for name, value in values.items() if name in takes}
-    undecayed = {"weight_decay": 0.0} if "weight_decay" in takes else {}  # the groups' decays are links of their own
+    hyperparams = {name: value for name, value in values.items() if name in parameters}
+    # the groups' decays are links of their own
+    undecayed = {"weight_decay": 0.0} if "weight_decay" in parameters else {}
     is_coupled = not group.get("decoupled_weight_decay", kind == "AdamW")
     return optim.chain(make(1.0, **hyperparams, **undecayed), optim.scale(-1.0)), is_coupled
 

@@ -27,19 +27,19 @@ class _StandIn(torch.Tensor):
         owner: Any = getattr(func, "__self__", None)  # of a property, its descriptor
         name = f"{owner.__name__}.{func.__name__}" if func.__name__ in ("__get__", "__set__") else func.__name__
         stand_in = next((x for x in args if isinstance(x, _StandIn)), None)
-        named = "a tensor of the model" if stand_in is None else repr(stand_in.fzero_name)
+        tensor_text = "a tensor of the model" if stand_in is None else repr(stand_in.fzero_name)
         if name == "requires_grad_" or name == "requires_grad.__set__":
-            wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
-            if stand_in is not None and wanted != stand_in.requires_grad:
+            arguments = (*args[1:], *(kwargs or {}).values(), True)[0]
+            if stand_in is not None and arguments != stand_in.requires_grad:
                 raise RuntimeError(
-                    f"requires_grad of {named} was changed to {wanted} between sharded steps, which have the "
+                    f"requires_grad of {tensor_text} was changed to {arguments} between sharded steps, which have the "
                     "parameters that were trainable at the start: freeze parameters before the model is sharded"
                 )
             return stand_in
         is_read = name.endswith(".__get__") or name in _METADATA or (name == "grad.__set__" and args[1] is None)
         if not is_read:
             raise RuntimeError(
-                f"{name} on {named}: between sharded steps each rank has only shards of the model's tensors, and "
+                f"{name} on {tensor_text}: between sharded steps each rank has only shards of the model's tensors, and "
                 "no values here. Read them from a copy with all weights, full_model(...) of the plug, which all ranks "
                 "call; nothing between steps can change them"
             )

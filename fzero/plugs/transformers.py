@@ -136,13 +136,13 @@ def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Ba
     source = f"TrainingArguments(optim={str(optim_name.value)!r})" if trainer.optimizer is None else "optimizers="
     opt: Any = trainer.create_optimizer()
     attributes = {name: x for name, x in vars(trainer).items() if isinstance(x, torch.nn.Module)}
-    others = {name: x for name, x in attributes.items() if name not in ("model", "model_wrapped")}
+    other_attributes = {name: x for name, x in attributes.items() if name not in ("model", "model_wrapped")}
     args = trainer.args
     float16 = torch.float16 if args.fp16 else None
     precision = half_precision(model, torch.bfloat16 if args.bf16 else float16)
     engine = make_engine(
         model=model.train(),
-        other_modules=list(others.values()),
+        other_modules=list(other_attributes.values()),
         loss=functools.partial(_compute_loss, trainer),
         optimizer_groups=param_groups(opt, model, source),
         opt=opt,
@@ -161,7 +161,7 @@ def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Ba
     for prepared in (shell, opt):  # so that accelerate neither moves nor wraps it
         prepared._is_accelerate_prepared = True
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = shell
-    for name, apply in zip(others, engine.models.other_applies, strict=True):
+    for name, apply in zip(other_attributes, engine.models.other_applies, strict=True):
         setattr(trainer, name, apply.module)
 
 

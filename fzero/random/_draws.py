@@ -104,10 +104,10 @@ def normal(
 def exponential(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: _Device = None) -> torch.Tensor:
     """Draw numbers from the exponential distribution of mean 1; none is 0, so they can be divisors."""
     _check_dtype(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     # the middles of the intervals, which lie in (0, 1)
-    u = _to_fraction(bits(key, shape, device), wide) + 2.0 ** -(BITS[wide] + 1)
-    return -torch.log(u.clamp(max=1 - 2.0 ** -BITS[wide])).to(dtype)
+    u = _to_fraction(bits(key, shape, device), wide_dtype) + 2.0 ** -(BITS[wide_dtype] + 1)
+    return -torch.log(u.clamp(max=1 - 2.0 ** -BITS[wide_dtype])).to(dtype)
 
 
 @api_boundary

@@ -32,7 +32,7 @@ def _to_int64(x: int) -> int:
 _GOLDEN = _to_int64(0x9E3779B97F4A7C15)
 _FACTORS = _to_int64(0xBF58476D1CE4E5B9), _to_int64(0x94D049BB133111EB)
 # Digits of pi, which make the uses of a key independent: to fold in a number, to split it, and to draw from it.
-_FOLD, _SPLIT, _SECOND = _to_int64(0x243F6A8885A308D3), _to_int64(0x13198A2E03707344), _to_int64(0xA4093822299F31D0)
+_FOLD, _SPLIT, _DRAW = _to_int64(0x243F6A8885A308D3), _to_int64(0x13198A2E03707344), _to_int64(0xA4093822299F31D0)
 
 
 def _shift_right(z: torch.Tensor, by: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def key(seed: int) -> torch.Tensor:
     """
     if not is_int(seed):
         raise TypeError(f"seed={seed!r}: expected an int; for a key of a key see fzero.random.fold_in")
-    return _mix_number(torch.tensor(_SECOND, device="cpu"), _to_int64(seed))
+    return _mix_number(torch.tensor(_DRAW, device="cpu"), _to_int64(seed))
 
 
 @api_boundary
@@ -158,7 +158,7 @@ def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | N
 def bits_at(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Draw the 64 random bits of some elements: int64, those of `bits` at these places of its flat result."""
     # The key enters twice: else two keys that differ in few bits would give the same numbers in another order.
-    return _mix_number(key, counter, second=_mix_number(key + _SECOND, 0))
+    return _mix_number(key, counter, second=_mix_number(key + _DRAW, 0))
 
 
 def mix_bits(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

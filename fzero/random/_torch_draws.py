@@ -16,14 +16,13 @@ __all__ = [
     "bernoulli_",
     "dropout",
     "exponential_",
-    "factory_like_of",
-    "factory_of",
     "feature_alpha_dropout",
     "feature_dropout",
     "in_place",
     "init_kaiming_uniform",
     "init_normal",
     "init_uniform",
+    "like_factory",
     "native_dropout",
     "normal",
     "normal_",
@@ -31,6 +30,7 @@ __all__ = [
     "randint_like",
     "randperm",
     "rrelu",
+    "sized_factory",
     "uniform_",
 ]
 
@@ -56,7 +56,7 @@ def _size_list(size: tuple[Any, ...]) -> list[int]:
     return list(size[0] if len(size) == 1 and not isinstance(size[0], int | torch.SymInt) else size)
 
 
-def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def sized_factory(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Return the counterpart of torch.rand or torch.randn for a distribution."""
 
     def make(draw: _Draw, *size: Any, out: Any = None, dtype: Any = None, device: Any = None, **options: Any) -> Any:
@@ -69,7 +69,7 @@ def factory_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return make
 
 
-def factory_like_of(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def like_factory(f: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def make(draw: _Draw, x: torch.Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
         dtype = dtype or x.dtype
         if dtype not in _draws.BITS:
@@ -123,7 +123,7 @@ def normal(draw: _Draw, mean: Any, std: Any = 1.0, size: Any = None, *, out: Any
         return NotImplemented
     tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
     if not tensors:
-        return mean + std * factory_of(_draws.normal)(draw, size, **options)
+        return mean + std * sized_factory(_draws.normal)(draw, size, **options)
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     return mean + std * _draws.normal(draw(), shape, tensors[0].dtype, tensors[0].device)
 

@@ -23,9 +23,9 @@ def _to_int32(x: int) -> int:
 _FACTORS = _to_int32(0xED5AD4BB), _to_int32(0xAC4C1B51), _to_int32(0x31848BAB)
 
 
-def _shift_right(z: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right and fill with zeros."""
-    return (z >> by) & ((1 << (32 - by)) - 1)
+    return (z >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def key_words(key: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

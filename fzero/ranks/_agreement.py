@@ -14,8 +14,8 @@ from fzero._torch import default_store
 from fzero.axes import DiffersByRankError
 from fzero.ranks._mesh import Mesh
 from fzero.ranks._rendezvous import MissingRankError
-from fzero.ranks._split_sources import source_of
-from fzero.sharding import PerRank, axes_of, is_box, slice_elements
+from fzero.ranks._split_sources import split_source
+from fzero.sharding import PerRank, is_box, leaf_axes, slice_elements
 
 __all__ = ["all_gather_numbers", "all_gather_texts", "check_equal", "check_same_structure", "checksum", "gather_texts"]
 
@@ -25,13 +25,13 @@ _TEXT_SECONDS = 300.0  # how long a rank waits for another rank's text
 _ROUNDS: Counter[str] = Counter()  # the number of texts sent on each topic
 
 
-def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None) -> list[str]:
+def gather_texts(text: str, mesh: Mesh, topic: str, seconds: float | None = None) -> list[str]:
     """Send a text to all ranks, and return the texts of all ranks, in rank order.
 
     It uses the store, not a collective. So a rank may send a text while other ranks run collectives.
 
     Args:
-        mine: this rank's text.
+        text: this rank's text.
         mesh: a distributed mesh.
         topic: the topic of the texts. A rank's n-th text on a topic is matched with the other ranks' n-th texts.
         seconds: how long to wait for another rank's text; by default `_TEXT_SECONDS`.
@@ -44,7 +44,7 @@ def gather_texts(mine: str, mesh: Mesh, topic: str, seconds: float | None = None
     topic += "".join([f"/{name}={index}" for name, index in mesh.within])  # each part of the world has its own keys
     _ROUNDS[topic] += 1
     keys = [f"fzero/{topic}/{_ROUNDS[topic]}/{rank}" for rank in range(mesh.size)]
-    store.set(keys[mesh.rank], mine)
+    store.set(keys[mesh.rank], text)
     texts = []
     for rank, key in enumerate(keys):
         try:
@@ -113,12 +113,12 @@ def _as_words(x: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32)
 
 
-def all_gather_numbers(mine: torch.Tensor, mesh: Mesh) -> list[list[int]]:
+def all_gather_numbers(numbers: torch.Tensor, mesh: Mesh) -> list[list[int]]:
     """Exchange int64 numbers `[m]`, with one m on all ranks; return each rank's numbers, in rank order."""
-    mine = mine.to(mesh.device)
-    theirs = [torch.empty_like(mine) for _ in range(mesh.size)]
-    torch.distributed.all_gather(theirs, mine, group=mesh.process_group)
-    return [x.tolist() for x in theirs]
+    numbers = numbers.to(mesh.device)
+    all_numbers = [torch.empty_like(numbers) for _ in range(mesh.size)]
+    torch.distributed.all_gather(all_numbers, numbers, group=mesh.process_group)
+    return [x.tolist() for x in all_numbers]
 
 
 def _describe_properties(x: Any) -> str:
@@ -144,7 +144,7 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     check_same_structure(label, values, mesh)
     _check_sources(label, values, mesh)
     paths, leaves, _ = tree.flatten_with_paths(values)
-    varies = axes_of(values, mesh.axis_names)
+    varies = leaf_axes(values, mesh.axis_names)
     compared = [
         i
         for i, (x, axes) in enumerate(zip(leaves, varies, strict=True))
@@ -152,8 +152,8 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     ]
     if not compared:
         return
-    mine = [(checksum(leaves[i]) if sums is None else sums[i]).to(mesh.device) for i in compared]
-    all_sums = all_gather_numbers(torch.stack(mine), mesh)
+    own_sums = [(checksum(leaves[i]) if sums is None else sums[i]).to(mesh.device) for i in compared]
+    all_sums = all_gather_numbers(torch.stack(own_sums), mesh)
     for n, i in enumerate(compared):
         first: dict[tuple[int, ...], int] = {}  # coordinates along the axes of `varies[i]` -> the first rank there
         for rank in range(mesh.size):
@@ -176,7 +176,7 @@ def _check_sources(label: str, values: Any, mesh: Mesh) -> None:
             continue
         inner, leaves, _ = tree.flatten_with_paths(x.value)
         names += [tree.leaf_name(label, f"{path}.{p}" if p else path) for p in inner]
-        sources = [source_of(leaf) for leaf in leaves]
+        sources = [split_source(leaf) for leaf in leaves]
         sums += [[0, 0] if source is None else [1, int(checksum(source))] for source in sources]
     if not names:
         return
@@ -212,15 +212,15 @@ def check_same_structure(label: str, values: Any, mesh: Mesh) -> None:
         _raise_first_difference(all_lines)
 
 
-def _disagreement_message(label: str, one: int, other: int, axes: tuple[str, ...]) -> str:
+def _disagreement_message(label: str, first_rank: int, second_rank: int, axes: tuple[str, ...]) -> str:
     if axes:
         return (
-            f"{label} differs between rank {one} and rank {other}, but its box says that it differs along "
+            f"{label} differs between rank {first_rank} and rank {second_rank}, but its box says that it differs along "
             f"{', '.join(axes)} only: make it equal along the other axes"
         )
     return (
-        f"{label} differs between rank {one} and rank {other}, but a plain tensor must be equal on all ranks: "
-        "reduce it with fzero.collectives.pmean, use one seed on all ranks when you make it, or box it "
+        f"{label} differs between rank {first_rank} and rank {second_rank}, but a plain tensor must be equal on all "
+        "ranks: reduce it with fzero.collectives.pmean, use one seed on all ranks when you make it, or box it "
         f"with mesh.local (in a rank program fzero.PerRank) if it is meant to differ"
         f"{trouble_link('a-loss-that-differs')}"
     )
@@ -228,11 +228,11 @@ def _disagreement_message(label: str, one: int, other: int, axes: tuple[str, ...
 
 def _raise_first_difference(all_lines: list[list[str]]) -> None:
     for rank, lines in enumerate(all_lines):
-        for mine, theirs in zip([*all_lines[0], "no more leaves"], [*lines, "no more leaves"], strict=False):
-            if mine != theirs:
+        for own_line, other_line in zip([*all_lines[0], "no more leaves"], [*lines, "no more leaves"], strict=False):
+            if own_line != other_line:
                 raise ValueError(
-                    f"the ranks hold different trees: on rank 0 {mine}, and on rank {rank} {theirs}; build the same "
-                    "tree on all ranks, with dicts in one order"
+                    f"the ranks hold different trees: on rank 0 {own_line}, and on rank {rank} {other_line}; build the "
+                    "same tree on all ranks, with dicts in one order"
                 )
 
 
@@ -242,6 +242,6 @@ _MAX_BYTES = 1024  # a text is truncated to this length
 def all_gather_texts(text: str, mesh: Mesh) -> list[str]:
     """Exchange short texts between all ranks, encoded as numbers, without pickle."""
     padded = text.encode()[:_MAX_BYTES].ljust(_MAX_BYTES, b"\0")
-    mine = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _MAX_BYTES, 4)], device="cpu")
-    all_numbers = all_gather_numbers(mine, mesh)
+    numbers = torch.tensor([int.from_bytes(padded[i : i + 4], "big") for i in range(0, _MAX_BYTES, 4)], device="cpu")
+    all_numbers = all_gather_numbers(numbers, mesh)
     return [b"".join([n.to_bytes(4, "big") for n in x]).rstrip(b"\0").decode(errors="ignore") for x in all_numbers]

@@ -13,7 +13,7 @@ from fzero import tree
 from fzero._arguments import check_callable, check_choice, did_you_mean
 from fzero._names import missing_members
 from fzero._notice import trouble_link
-from fzero._torch import group_of
+from fzero._torch import rank_group
 from fzero._tracebacks import api_boundary, api_boundary_with
 from fzero.axes import Axis, AxisName, BatchSplit, check_distinct
 from fzero.collectives import to_device
@@ -85,17 +85,17 @@ def mesh(
     world = find_world()
     if simulate is False and world is None:
         raise ValueError("simulate=False, but there is no world: launch with torchrun")
-    own = find_device(device, world)
+    mesh_device = find_device(device, world)
     if simulate or world is None:
         simulation = "lockstep" if simulate == "lockstep" else "vmap"
-        return Mesh(fill_shape(axes, None, simulated_ranks), simulation=simulation, device=own)
-    if own.type == "meta":
+        return Mesh(fill_shape(axes, None, simulated_ranks), simulation=simulation, device=mesh_device)
+    if mesh_device.type == "meta":
         raise ValueError('device="meta" has no memory, so no process can run on it: pass simulate=True')
     shape = fill_shape(axes, world.size, simulated_ranks)
-    join(world, own, timeout)
+    join(world, mesh_device, timeout)
     names, sizes = zip(*shape, strict=True)
-    device_mesh = init_device_mesh(own.type, sizes, mesh_dim_names=names)
-    return Mesh(shape, device_mesh, _create_joint_groups(device_mesh), device=own)
+    device_mesh = init_device_mesh(mesh_device.type, sizes, mesh_dim_names=names)
+    return Mesh(shape, device_mesh, _create_joint_groups(device_mesh), device=mesh_device)
 
 
 def _create_joint_groups(device_mesh: DeviceMesh) -> tuple[tuple[str, str], ...]:
@@ -175,9 +175,11 @@ class Mesh:
         if self.simulated:
             return replace(self, shape=shape)
         joint = tuple([(name, group) for name, group in self.joint if set(name.split(",")) <= set(names)])
-        within = tuple([(name, self.index(name)) for name in self.axis_names if name not in names])
+        outer_coordinates = tuple([(name, self.index(name)) for name in self.axis_names if name not in names])
         device_mesh = self.device_mesh[names] if self.distributed else self.device_mesh
-        return replace(self, shape=shape, device_mesh=device_mesh, joint=joint, within=(*self.within, *within))
+        return replace(
+            self, shape=shape, device_mesh=device_mesh, joint=joint, within=(*self.within, *outer_coordinates)
+        )
 
     @property
     def process_group(self) -> Any:
@@ -185,7 +187,7 @@ class Mesh:
         if not self.within:
             return None
         single = len(self.shape) == 1
-        return self.device_mesh.get_group(self.axis_names[0]) if single else group_of(self.joint[-1][1])
+        return self.device_mesh.get_group(self.axis_names[0]) if single else rank_group(self.joint[-1][1])
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -333,7 +335,7 @@ class Mesh:
         if isinstance(axis, tuple | list) and not axis:
             return self.device_put(batch)
         names = self.names(axis)
-        n, mine = self._ranks(names), self.index(names)
+        n, index = self._ranks(names), self.index(names)
 
         def part(path: str, x: Any) -> torch.Tensor:
             """Return this rank's part of a leaf, or those of all simulated ranks."""
@@ -349,7 +351,7 @@ class Mesh:
                     f"ranks of {self!r}; drop or pad the last batch{trouble_link('shapes-that-change')}"
                 )
             stacked = x.unflatten(0, (n, x.shape[0] // n))
-            return device_put(stacked if self.simulated else stacked[mine], self.device)
+            return device_put(stacked if self.simulated else stacked[index], self.device)
 
         box = PerRank(tree.map_with_path(part, batch, is_box), self._varying(names), BatchSplit(samples=names))
         if self.distributed:

@@ -96,12 +96,12 @@ def _await_ranks(store: Any, prefix: str, size: int, timeout: float, patience: f
             break
         if absent and not has_warned and now > last_arrival + patience / _WARNING_DIVISOR:
             has_warned = True
-            _warn_of_absent(absent, patience)
+            _warn_about_absent(absent, patience)
         time.sleep(_POLL_SECONDS if absent else 0)
     return absent
 
 
-def _warn_of_absent(absent: list[int], patience: float) -> None:
+def _warn_about_absent(absent: list[int], patience: float) -> None:
     names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:10]))}{', ...' * (len(absent) > 10)}"
     _log.warning(_NOT_HERE, names, patience / _WARNING_DIVISOR, patience)
 

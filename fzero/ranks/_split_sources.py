@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["note_split", "source_of"]
+__all__ = ["note_split", "split_source"]
 
 _MAX_PARTS = 64  # parts that live at once; a step is checked at its first call only
 _SOURCES: dict[int, tuple["weakref.ref[torch.Tensor]", torch.Tensor]] = {}
@@ -22,7 +22,7 @@ def note_split(parts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
             _SOURCES[part_id] = weakref.ref(part, lambda _, part_id=part_id: _SOURCES.pop(part_id, None)), source
 
 
-def source_of(part: torch.Tensor) -> torch.Tensor | None:
+def split_source(part: torch.Tensor) -> torch.Tensor | None:
     """Return the global tensor that `mesh.split` took a rank's part from; None for other tensors."""
     reference, source = _SOURCES.get(id(part), (None, None))
     return source if reference is not None and reference() is part else None

@@ -29,7 +29,7 @@ from fzero.axes import (
     lockstep,
 )
 from fzero.ranks._mesh_shape import index_along
-from fzero.sharding import PerRank, axes_of, is_box, unwrap_per_rank
+from fzero.sharding import PerRank, is_box, leaf_axes, unwrap_per_rank
 
 if TYPE_CHECKING:
     from fzero.ranks._mesh import Mesh
@@ -134,7 +134,7 @@ class Spmd:
             bound = tuple([Axis(name, size=n, group="", rank=0, token=t) for (name, n), t in sizes])
             out = self._call(bound, (), tree.unflatten(structure, list(leaves)))
             paths, out_leaves, out_structure = tree.flatten_with_paths(out)
-            out_axes = axes_of(out, names)
+            out_axes = leaf_axes(out, names)
             out_leaves = check_replicated(bound, paths, out_leaves, out_axes)
             results.append((out_leaves, out_structure, out_axes))
             return tuple([_tensors_along(kind, out_leaves, out_axes) for kind in kinds])
@@ -156,7 +156,7 @@ class Spmd:
             copies: dict[Any, Any] = {}  # tied arguments stay tied
             values = [_rank_value(x, a, bound, copies) for x, a in zip(leaves, axes, strict=True)]
             out = self._call(bound, joint, tree.unflatten(structure, values))
-            return (*tree.flatten_with_paths(out), axes_of(out, self.mesh.axis_names))
+            return (*tree.flatten_with_paths(out), leaf_axes(out, self.mesh.axis_names))
 
         return _combine_ranks(self.mesh, lockstep.run(self.mesh.shape, run_rank))
 
@@ -216,7 +216,7 @@ def _map_over_axis(
             in_dims=(0, *[0 if name in a else None for a in axes]),
             out_dims=tuple([None if unbatched else 0 for unbatched in is_unbatched]),  # pyright: ignore[reportArgumentType]
             randomness="different",
-        )(torch.arange(size, device=_device_of(leaves)), *leaves)
+        )(torch.arange(size, device=_simulation_device(leaves)), *leaves)
         return tuple(
             [
                 [x[0] for x in group] if not unbatched and name not in kind else group
@@ -227,7 +227,7 @@ def _map_over_axis(
     return over_axis
 
 
-def _device_of(leaves: Iterable[Any]) -> torch.device:
+def _simulation_device(leaves: Iterable[Any]) -> torch.device:
     """Return the accelerator on which simulated ranks lie, or the CPU."""
     devices = [x.device for x in leaves if isinstance(x, torch.Tensor) and x.device.type not in ("cpu", "meta")]
     return devices[0] if devices else torch.device("cpu")
@@ -264,9 +264,9 @@ def _combine_ranks(mesh: "Mesh", results: list[Any]) -> Any:
                 raise DiffersByRankError(differs_message(path, a, how), result_path=path)
         values = [y for _, (_, y) in sorted(rows.items())]
         if a and any(tree.show(y) != tree.show(values[0]) for y in values):
-            shown = ", ".join([tree.show(y) for y in values])
+            values_text = ", ".join([tree.show(y) for y in values])
             raise ValueError(
-                f"{tree.leaf_name('result', path)} has another shape on each rank: {shown}; pad it to one shape"
+                f"{tree.leaf_name('result', path)} has another shape on each rank: {values_text}; pad it to one shape"
                 f"{trouble_link('shapes-that-change')}"
             )
         out.append(torch.stack(values) if a and isinstance(x, torch.Tensor) else x)
@@ -278,14 +278,14 @@ def _show_difference(x: Any, y: Any) -> str:
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or tree.show(x) != tree.show(y):
         return f"{tree.show(x)} and {tree.show(y)}"
     i = int((x != y).flatten().nonzero()[0])
-    shown = f"{x.flatten()[i].item()} and {y.flatten()[i].item()}"
-    return shown if x.numel() == 1 else f"{shown} at element {i}"
+    text = f"{x.flatten()[i].item()} and {y.flatten()[i].item()}"
+    return text if x.numel() == 1 else f"{text} at element {i}"
 
 
 def _flatten_arguments(call: Any, mesh: "Mesh") -> tuple[list[Any], list[_Names], Any]:
     """Flatten the arguments of a simulation, and check that values that differ by rank are stacked over the ranks."""
     paths, leaves, structure = tree.flatten_with_paths(call)
-    axes = axes_of(call, mesh.axis_names)
+    axes = leaf_axes(call, mesh.axis_names)
     for path, x, a in zip(paths, leaves, axes, strict=True):
         if a:
             label = tree.leaf_name("argument", path.split(".", 1)[1])
@@ -321,7 +321,7 @@ def _per_rank_memory(call: Any, mesh: "Mesh") -> tuple[PerRankMemory, ...]:
     boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
     return tuple(
         [
-            PerRankMemory(storage_id(unwrap(x)), axes_of(box, mesh.axis_names)[0])
+            PerRankMemory(storage_id(unwrap(x)), leaf_axes(box, mesh.axis_names)[0])
             for box in boxes
             for x in tree.tensors(box)
         ]

@@ -19,10 +19,10 @@ from fzero._notice import trouble_link
 from fzero._torch import register_box
 from fzero._torch.levels import VersionKey, version_key
 from fzero.axes import BatchSplit
-from fzero.sharding._spec import Spec, intern, spec_of, traced_spec
+from fzero.sharding._spec import Spec, intern, lookup_spec, traced_spec
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "axes_of", "box_of", "is_box", "mark_donated", "unwrap_per_rank"]
+__all__ = ["PerRank", "Shard", "Slot", "is_box", "leaf_axes", "make_box", "mark_donated", "unwrap_per_rank"]
 
 
 _FOREIGN_NAMES = {  # names of torch's DTensor and of JAX's arrays
@@ -101,7 +101,7 @@ class _ShardedLeaf(_Box):
     @property
     def spec(self) -> Spec:
         """The spec of the leaf's unit."""
-        return spec_of(self.spec_id)
+        return lookup_spec(self.spec_id)
 
     @property
     def shape(self) -> torch.Size:
@@ -163,12 +163,12 @@ class Shard(_ShardedLeaf):
     def __init__(self, data: Any, spec_id: int, origin: tuple[torch.Tensor, ...] | None = None) -> None:
         self.data = data
         self.spec_id = spec_id
-        self._origin = None if origin is None else _ShardOrigin(origin, _version_of(data))
+        self._origin = None if origin is None else _ShardOrigin(origin, _data_version(data))
 
     @property
     def origin(self) -> tuple[torch.Tensor, ...] | None:
         """The full leaves that `partition` sharded, as long as `data` is their part; else None."""
-        if self._origin is None or self._origin.version_key != _version_of(self.data):
+        if self._origin is None or self._origin.version_key != _data_version(self.data):
             return None
         return self._origin.leaves
 
@@ -215,7 +215,7 @@ class Shard(_ShardedLeaf):
         return _restore_shard, (self.data, self.spec)
 
 
-def _version_of(data: torch.Tensor) -> VersionKey | None:
+def _data_version(data: torch.Tensor) -> VersionKey | None:
     return None if torch.compiler.is_dynamo_compiling() else version_key(data)
 
 
@@ -302,7 +302,7 @@ def _restore_shard(data: Any, spec: Spec) -> Shard:
     return Shard(data, intern(spec))
 
 
-def box_of(spec_id: int, pieces: Sequence[Any]) -> Shard:
+def make_box(spec_id: int, pieces: Sequence[Any]) -> Shard:
     """Return a unit's box, given the tensor of each of the spec's pieces."""
     return Shard(pieces[0] if len(pieces) == 1 else tuple(pieces), spec_id)
 
@@ -311,7 +311,7 @@ def _restore_slot(spec: Spec, index: int) -> Slot:
     return Slot(intern(spec), index)
 
 
-register_box(Shard, lambda box: (box.pieces, box.spec_id), box_of)
+register_box(Shard, lambda box: (box.pieces, box.spec_id), make_box)
 register_box(Slot, lambda slot: ((), (slot.spec_id, slot.index)), lambda static, _: Slot(static[0], static[1]))
 register_box(
     PerRank,
@@ -329,7 +329,7 @@ def unwrap_per_rank(values: Any) -> Any:
     return tree.map(lambda x: x.value if is_per_rank(x) else x, values, is_leaf=is_per_rank)
 
 
-def axes_of(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+def leaf_axes(values: Any, mesh_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     """List for each leaf the axes along which it differs by rank, in the mesh's order; none for plain leaves."""
     out: list[tuple[str, ...]] = []
     for x in tree.flatten(values, is_box)[0]:

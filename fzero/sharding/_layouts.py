@@ -11,7 +11,7 @@ from fzero._report import Report
 from fzero._tracebacks import api_boundary
 from fzero.sharding._boxes import PerRank, Shard, Slot, is_box
 from fzero.sharding._spec import Split
-from fzero.sharding._stacked_items import item_of
+from fzero.sharding._stacked_items import find_item
 from fzero.tree import Tree
 
 __all__ = ["Layouts", "layouts"]
@@ -86,7 +86,7 @@ def layouts(values: Tree) -> Layouts:
 
 def _describe_split(s: Split, path: str) -> str:
     """Describe what each rank holds along an axis: a part of each leaf, or the leaves of one item of a list."""
-    item = item_of(path, "", s.stacked) if s.stacked else None
+    item = find_item(path, "", s.stacked) if s.stacked else None
     if item is None:
         return f"part of {s.axis}={s.size}"
     items = ["none" if n is None else f"{item.list}.{n}" for n in item.indices]

@@ -25,7 +25,7 @@ from fzero._torch.types import Tensors
 from fzero.axes import Binding
 from fzero.collectives import AssignmentOptions, LinearMap, RankOperation, add_rows
 
-__all__ = ["Matrix", "OwnerAssignment", "assignment_of", "intern_assignment"]
+__all__ = ["Matrix", "OwnerAssignment", "intern_assignment", "lookup_assignment"]
 
 
 class Matrix(NamedTuple):
@@ -149,7 +149,7 @@ def intern_assignment(ranks: int, shard_numels: tuple[int, ...], matrices: tuple
     return _ASSIGNMENTS.id_of(OwnerAssignment(ranks, shard_numels, tuple([Matrix(*m) for m in matrices])))
 
 
-def assignment_of(assignment_id: int) -> OwnerAssignment:
+def lookup_assignment(assignment_id: int) -> OwnerAssignment:
     """Return the assignment with this id."""
     return _ASSIGNMENTS.value(assignment_id)
 
@@ -243,11 +243,11 @@ def _add_row(name: str, transpose: str, f: Callable[[OwnerAssignment, int, Tenso
     """Add a row to the table of collectives: a linear map that each rank computes by itself."""
 
     def all_ranks(n: int, options: AssignmentOptions, xs: Tensors) -> Tensors:
-        ranks = [f(assignment_of(options.assignment_id), r, [x[r] for x in xs]) for r in range(n)]
+        ranks = [f(lookup_assignment(options.assignment_id), r, [x[r] for x in xs]) for r in range(n)]
         return [torch.stack(list(ys)) for ys in zip(*ranks, strict=True)]
 
     def local(binding: Binding, options: AssignmentOptions, xs: Tensors) -> Tensors:
-        return f(assignment_of(options.assignment_id), binding.rank, xs)
+        return f(lookup_assignment(options.assignment_id), binding.rank, xs)
 
     add_rows(LinearMap(name, RankOperation("", all_ranks, local), transpose))
 

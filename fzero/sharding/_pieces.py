@@ -10,7 +10,7 @@ from fzero import tree
 from fzero._torch import is_tracing
 from fzero.axes import current_device
 from fzero.collectives import to_device
-from fzero.sharding._boxes import Shard, Slot, box_of
+from fzero.sharding._boxes import Shard, Slot, make_box
 from fzero.sharding._spec import traced_spec, with_host_share
 from fzero.tree import Tree, is_box
 
@@ -41,7 +41,7 @@ def split_shard(box: Shard, spec_id: int, move: Callable[[torch.Tensor], torch.T
         elif not is_all and not is_tracing():  # a view would keep the whole shard in device memory
             data = data.clone()
         pieces.append(data)
-    return box_of(spec_id, pieces)
+    return make_box(spec_id, pieces)
 
 
 def join_pieces(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -69,8 +69,8 @@ def shard_to_device(box: Shard, device: torch.device | None = None) -> Shard:
     pieces = list(zip(spaces(box), box.pieces, strict=True))
     devices = [x.device for space, x in pieces if space == "device"]
     target = device or (devices[0] if devices else current_device())
-    moved = [to_device(x, target) if space == "host" else x for space, x in pieces]
-    return Shard(join_pieces(moved), with_host_share(box.spec_id, 0))
+    device_pieces = [to_device(x, target) if space == "host" else x for space, x in pieces]
+    return Shard(join_pieces(device_pieces), with_host_share(box.spec_id, 0))
 
 
 def boxes_to_device(values: Tree) -> Tree:
@@ -93,7 +93,7 @@ def map_spaces(f: Callable[..., Any], values: Tree, *rest: Tree) -> Tree:
     for i, (x, *ys) in enumerate(zip(*columns, strict=True)):
         if isinstance(x, Shard):
             pieces = zip(spaces(x), x.pieces, *[y.pieces for y in ys], strict=True)
-            out[i] = box_of(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in pieces])
+            out[i] = make_box(x.spec_id, [tree.map(partial(f, space), *xs) for space, *xs in pieces])
         elif is_box(x):
             out[i] = x
     return tree.unflatten(structure, out)

@@ -28,7 +28,7 @@ __all__ = [
     "check_sharded_for",
     "intern",
     "intern_parts",
-    "spec_of",
+    "lookup_spec",
     "traced_spec",
     "unit_axes",
     "unit_index",
@@ -237,7 +237,7 @@ def intern(spec: Spec) -> int:
     return _SPECS.id_of(spec)
 
 
-def spec_of(spec_id: int) -> Spec:
+def lookup_spec(spec_id: int) -> Spec:
     """Return the spec with this spec_id, in code that `torch.compile` does not trace (else `traced_spec`)."""
     return _SPECS.value(spec_id)
 
@@ -279,7 +279,7 @@ def with_sharding_axes(
     spec_id: int, axes: tuple[tuple[str, int], ...], reduce_grads: ReduceGrads, bound: tuple[str, ...]
 ) -> int:
     """Return the id of the same unit sharded over other axes. `bound` lists the axes of the rank program's mesh."""
-    return intern(_order_axes(replace(spec_of(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
+    return intern(_order_axes(replace(lookup_spec(spec_id), sharded_over=axes, reduce_grads=reduce_grads), bound))
 
 
 @assume_constant_result
@@ -296,24 +296,24 @@ def with_cast(
     summed by one.
     """
     codecs = [None if key is None else Codec(*key) for key in (gather_key, reduce_key)]
-    return intern(replace(spec_of(spec_id), cast=_Cast(wire, grad, *codecs)))
+    return intern(replace(lookup_spec(spec_id), cast=_Cast(wire, grad, *codecs)))
 
 
 @assume_constant_result
 def with_host_share(spec_id: int, part: int, of: int = 1) -> int:
     """Return the spec_id of the same unit with the last `part / of` of each rank's shard in host memory."""
-    return intern(replace(spec_of(spec_id), host=Fraction(part, of)))
+    return intern(replace(lookup_spec(spec_id), host=Fraction(part, of)))
 
 
 @assume_constant_result
 def _trace_constant(spec_id: int) -> _TracedSpec:
-    return spec_of(spec_id).traced
+    return lookup_spec(spec_id).traced
 
 
 def traced_spec(spec_id: int) -> _TracedSpec:
     """Return the properties of a spec, in code that `torch.compile` may trace.
 
-    Dynamo cannot trace `spec_of`: it looks into a table that grows, and a `Spec` computes its properties when they are
+    Dynamo cannot trace `lookup_spec`: its table grows, and a `Spec` computes its properties when they are
     read. Dynamo calls this function as it traces, and takes the plain values as constants.
     """
     return _trace_constant(spec_id + 0)  # Dynamo: + 0 makes a lazy constant a constant

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fzero.axes import StackedList
 from fzero.sharding._spec import Spec, Split
 
-__all__ = ["item_of", "path_on_rank", "prefix_of", "stacked_of"]
+__all__ = ["find_item", "find_stacked_list", "path_on_rank", "subtree_prefix"]
 
 
 class _Item(NamedTuple):
@@ -27,22 +27,22 @@ class _Item(NamedTuple):
         return ".".join([self.list, str(index), *([self.subpath] if self.subpath else [])])
 
 
-def stacked_of(spec: Spec) -> tuple[Split, StackedList] | None:
+def find_stacked_list(spec: Spec) -> tuple[Split, StackedList] | None:
     """Return the axis along which a unit's leaves are stacked, and the list; None if they are not stacked."""
     return next(((s, s.stacked) for s in spec.split if s.stacked is not None), None)
 
 
-def prefix_of(path: str, own: str) -> str | None:
-    """Return the path of the subtree in which the leaf at `path` has the path `own`; None if there is no such subtree.
+def subtree_prefix(path: str, own_path: str) -> str | None:
+    """Return the path of the subtree in which the leaf at `path` has the path `own_path`; None if there is none.
 
     Example:
-        >>> prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w")
+        >>> subtree_prefix("opt_state.mu.blocks.0.w", "blocks.0.w")
         'opt_state.mu.'
     """
-    return path.removesuffix(own) if path == own or path.endswith(f".{own}") else None
+    return path.removesuffix(own_path) if path == own_path or path.endswith(f".{own_path}") else None
 
 
-def item_of(path: str, prefix: str, stacked: StackedList) -> _Item | None:
+def find_item(path: str, prefix: str, stacked: StackedList) -> _Item | None:
     """Return the position of a leaf in a stacked list; None if the leaf is not in the list.
 
     Args:
@@ -51,7 +51,7 @@ def item_of(path: str, prefix: str, stacked: StackedList) -> _Item | None:
         stacked: the list.
 
     Example:
-        >>> item_of("mu.blocks.1.w", "mu.", StackedList("blocks", ((0, 2), (1, None)))).indices
+        >>> find_item("mu.blocks.1.w", "mu.", StackedList("blocks", ((0, 2), (1, None)))).indices
         (1, None)
     """
     start = f"{prefix}{stacked.key}."
@@ -70,7 +70,7 @@ def path_on_rank(spec: Spec, index: int, prefix: str, rank_indices: Mapping[str,
         prefix: the path of the tree that holds the unit.
         rank_indices: the rank's index along each axis.
     """
-    path, stacks = prefix + spec.paths[index], stacked_of(spec)
-    item = None if stacks is None else item_of(path, prefix, stacks[1])
+    path, stacks = prefix + spec.paths[index], find_stacked_list(spec)
+    item = None if stacks is None else find_item(path, prefix, stacks[1])
     item_index = None if item is None or stacks is None else item.indices[rank_indices[stacks[0].axis]]
     return path if item is None or item_index is None else item.path(item_index)

@@ -85,11 +85,11 @@ def _record_iteration(
     total = add_up(value, value.dtype)
     stacked = tree.map(lambda x: loop.rows(x, iteration, micro_batches) if isinstance(x, torch.Tensor) else x, aux)
 
-    again = loop.run_again(iteration)
-    other_value, other_aux = forward(again)
+    run_index = loop.run_again(iteration)
+    other_value, other_aux = forward(run_index)
     _check_alike(aux, other_aux)
     first, second = [value, *tree.tensors(aux)], [other_value, *tree.tensors(other_aux)]
-    return loop.check_equal_runs(total, again, first, second), stacked, gradients
+    return loop.check_equal_runs(total, run_index, first, second), stacked, gradients
 
 
 def _check_alike(aux: Any, other: Any) -> None:

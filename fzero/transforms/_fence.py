@@ -42,5 +42,5 @@ def fence(leaves: Sequence[torch.Tensor], anchor: torch.Tensor) -> tuple[tuple[t
     """Return a unit's leaves, ordered after the fence that made `anchor` (an empty tensor), and the next anchor."""
     next_anchor, *out = _Fence.apply(anchor, *leaves)  # pyright: ignore[reportGeneralTypeIssues]
     # lower than a gather's priority, so the reduce_scatter after this fence runs before the next fence opens
-    raise_priority(next_anchor, by=0)
+    raise_priority(next_anchor, levels=0)
     return tuple(out), next_anchor

@@ -221,16 +221,16 @@ def open_argument(
     if precision is not None:
         precision.check(name, paths, entries)
     groups: list[_GradientGroup] = [
-        _group_of_shard(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)
+        _shard_group(unit, axes, micro_batches, gather, precision) for unit in sharded_units(paths, entries)
     ]
-    groups += [_group_of_per_rank(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
+    groups += [_per_rank_group(i, x, axes) for i, x in enumerate(entries) if isinstance(x, PerRank)]
     if axes:
         check_inputs_replicated(name, axes, paths, entries)
-        groups += _groups_of_replicated(arg, entries, axes, precision)
+        groups += _replicated_groups(arg, entries, axes, precision)
     else:
         positions, indices = tree.index_tensors(entries)
         members = [(i, index) for i, index in enumerate(indices) if index is not None]
-        groups += _groups_of_tensors(members, [entries[i] for i in positions], precision)
+        groups += _tensor_groups(members, [entries[i] for i in positions], precision)
     return Argument(entries, structure, groups)
 
 
@@ -246,7 +246,7 @@ def _rounding_codec(dtype: torch.dtype, precision: Precision | None) -> CodecKey
     return None if precision is None else precision.gradients(dtype).gather_key
 
 
-def _groups_of_tensors(
+def _tensor_groups(
     members: _Members, variables: list[torch.Tensor], precision: Precision | None
 ) -> list[_GradientGroup]:
     """Return one group, or with a codec a group for each dtype: it rounds parameters of the policy's dtype alone."""
@@ -263,7 +263,7 @@ def _groups_of_tensors(
     groups = []
     for dtype in dict.fromkeys([x.dtype for x in variables]):
         of_dtype = [i for i, x in enumerate(variables) if x.dtype == dtype]
-        members_of_dtype = [(at, of_dtype.index(i)) for at, i in members if i in of_dtype]
+        members_of_dtype = [(index, of_dtype.index(i)) for index, i in members if i in of_dtype]
         xs = [variables[i] for i in of_dtype]
         dtypes = [_grad_dtype(dtype, precision)] * len(xs)
         groups.append(
@@ -279,7 +279,7 @@ def _groups_of_tensors(
     return groups
 
 
-def _group_of_shard(
+def _shard_group(
     unit: ShardedUnit, axes: Sequence[Axis], micro_batches: int, gather: bool, precision: Precision | None
 ) -> _GradientGroup:
     """Return the group of a unit that is sharded: its variables are the shard, or the leaves if it is reduced once."""
@@ -321,7 +321,7 @@ def _group_of_shard(
     )
 
 
-def _group_of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
+def _per_rank_group(index: int, box: PerRank, axes: Sequence[Axis]) -> _GradientGroup:
     """Return the group of a `PerRank` box: its distinct tensors, whose gradients differ by rank as they do."""
     entries, structure = tree.flatten(box.value)
     positions, indices = tree.index_tensors(entries)
@@ -340,7 +340,7 @@ def _group_of_per_rank(index: int, box: PerRank, axes: Sequence[Axis]) -> _Gradi
     )
 
 
-def _groups_of_replicated(
+def _replicated_groups(
     arg: Any, entries: list[Any], axes: Sequence[Axis], precision: Precision | None
 ) -> list[_GradientGroup]:
     """Return the groups of replicated leaves, one for each unit, since a unit's gradients are reduced together."""
@@ -380,8 +380,8 @@ def _check_floating(paths: list[str], entries: list[Any], name: str) -> None:
                     f"{name} is a module, {type(x).__name__}, and the gradient is of a tree of tensors: "
                     "apply, params, buffers = fzero.nn.functional(module), and apply(params, buffers, x) in the loss"
                 )
-            shown = format_tensor(x.dtype, x.shape) if isinstance(x, torch.Tensor) else repr(x)
+            text = format_tensor(x.dtype, x.shape) if isinstance(x, torch.Tensor) else repr(x)
             raise TypeError(
-                f"{name} is differentiated, and its leaf {path!r} is {shown}, which cannot be differentiated; "
+                f"{name} is differentiated, and its leaf {path!r} is {text}, which cannot be differentiated; "
                 "pass it in an argument that is not differentiated"
             )

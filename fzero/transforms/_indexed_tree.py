@@ -102,7 +102,7 @@ def replace_arguments(args: Any, kwargs: Any, distinct: DistinctTensors) -> Inde
     """
     paths, leaves, structure = tree.flatten_with_paths((args, kwargs), _is_leaf)
     indexed = [
-        _indices_of(x, distinct, tree.leaf_name("argument", path.split(".", 1)[1]))
+        _argument_indices(x, distinct, tree.leaf_name("argument", path.split(".", 1)[1]))
         for path, x in zip(paths, leaves, strict=True)
     ]
     return IndexedTree(tuple(indexed), structure)
@@ -115,7 +115,9 @@ def replace_result(out: Any, distinct: DistinctTensors) -> IndexedTree:
         TypeError: if the result holds an object that is neither a tensor nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths(out)
-    indexed = [_indices_of(y, distinct, tree.leaf_name("result", path)) for path, y in zip(paths, leaves, strict=True)]
+    indexed = [
+        _argument_indices(y, distinct, tree.leaf_name("result", path)) for path, y in zip(paths, leaves, strict=True)
+    ]
     return IndexedTree(tuple(indexed), structure)
 
 
@@ -124,7 +126,7 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, Shard | Slot) or type(x).__name__.endswith("Cache")
 
 
-def _indices_of(x: Any, distinct: DistinctTensors, label: str) -> Any:
+def _argument_indices(x: Any, distinct: DistinctTensors, label: str) -> Any:
     """Return what stands for an argument in the saved call; an error for an object that the block could change."""
     if isinstance(x, torch.Tensor):
         return _TensorIndex(distinct.index_of(x))

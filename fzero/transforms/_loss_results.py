@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._arguments import name_of
+from fzero._arguments import function_name
 from fzero._dtypes import sum_dtype
 from fzero.axes import AxisName
 from fzero.collectives import psum
@@ -39,8 +39,8 @@ def total_and_aux(f: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[t
         pair, aux = _check_pair(f, out, "((total, weight), aux)") if has_aux else (out, None)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TypeError(
-                f'reduce="weighted": {name_of(f)} must return (total, weight), the sum of its losses and the sum of '
-                f"their weights (for example its number of tokens), but it returned {describe_result(pair)}"
+                f'reduce="weighted": {function_name(f)} must return (total, weight), the sum of its losses and the '
+                f"sum of their weights (for example its number of tokens), but it returned {describe_result(pair)}"
             )
         weight = pair[1] if isinstance(pair[1], torch.Tensor) else torch.tensor(pair[1], device="cpu")
         if weight.ndim:
@@ -65,7 +65,9 @@ def describe_result(out: Any) -> str:
 
 def _check_pair(f: Callable[..., Any], out: Any, expected: str) -> tuple[Any, Any]:
     if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"has_aux=True: {name_of(f)} must return {expected}, but it returned {describe_result(out)}")
+        raise TypeError(
+            f"has_aux=True: {function_name(f)} must return {expected}, but it returned {describe_result(out)}"
+        )
     return out
 
 
@@ -74,6 +76,7 @@ def _zero_dimensional(f: Callable[..., Any], loss: Any, name: str) -> torch.Tens
         advice = "reduce it with .mean()" if isinstance(loss, torch.Tensor) and loss.ndim else _ADVICE
         advice = "return the loss" if loss is None else advice
         raise TypeError(
-            f"{name_of(f)} must return a 0-d floating-point {name}, but it returned {describe_result(loss)}; {advice}"
+            f"{function_name(f)} must return a 0-d floating-point {name}, but it returned {describe_result(loss)}; "
+            f"{advice}"
         )
     return loss

@@ -77,8 +77,8 @@ def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Ca
     check_callable("block", block, "a function, as in fzero.remat(block)(params, x)")
     check_remat("save", save)
     uses_host = save == "host"
-    named = is_matmul if save == "matmuls" else None
-    save_filter = named if isinstance(save, str) else save
+    is_saved_op = is_matmul if save == "matmuls" else None
+    save_filter = is_saved_op if isinstance(save, str) else save
 
     @functools.wraps(block)
     def seeded_block(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

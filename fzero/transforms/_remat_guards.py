@@ -86,10 +86,10 @@ class Guard(TorchFunctionMode):
                 )
 
 
-def _are_stored(some: list[torch.Tensor], escapes: list[torch.Tensor]) -> bool:
+def _are_stored(tensors: list[torch.Tensor], escapes: list[torch.Tensor]) -> bool:
     """Return whether others than an outer block, or torch (as the base of a view), hold some of the tensors."""
-    lists = (id(some), id(escapes))
-    return any(id(h) not in lists and not isinstance(h, Tape | types.FrameType) for h in gc.get_referrers(*some))
+    lists = (id(tensors), id(escapes))
+    return any(id(h) not in lists and not isinstance(h, Tape | types.FrameType) for h in gc.get_referrers(*tensors))
 
 
 def _requires_grad(x: torch.Tensor) -> bool:

@@ -113,9 +113,9 @@ class Computation:
             RuntimeError: if the block writes into an argument, or runs other operations than in the forward pass.
             ValueError: if the block captures a tensor, or stores one elsewhere, whose gradient would be lost.
         """
-        return self._record(tensors) if self.recording is None else self._run_again(tensors, self.recording)
+        return self._record_run(tensors) if self.recording is None else self._run_again(tensors, self.recording)
 
-    def _record(self, tensors: Tensors) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
+    def _record_run(self, tensors: Tensors) -> tuple[_RunInfo, tuple[torch.Tensor, ...]]:
         """Run the block once, and return its results, the tape, and all that the backward pass must know of the run."""
         call, tape = self.call, RandomTape(self.call.save)
         runs: list[tuple[Guard, IndexedTree]] = []

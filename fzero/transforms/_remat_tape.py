@@ -73,9 +73,9 @@ class OperationLog(NamedTuple):
     overwritten: frozenset[int]
 
 
-def _call_of(op: OpOverload, args: Any, kwargs: Any) -> str:
-    shown = ", ".join([format_tensor(x.dtype, x.shape) for x in tensors([args, kwargs])])
-    return f"{_operation_name(op)}({shown})"
+def _call_text(op: OpOverload, args: Any, kwargs: Any) -> str:
+    tensors_text = ", ".join([format_tensor(x.dtype, x.shape) for x in tensors([args, kwargs])])
+    return f"{_operation_name(op)}({tensors_text})"
 
 
 def _is_dropout(op: OpOverload) -> bool:
@@ -124,7 +124,7 @@ class RandomTape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not drawn and not (self.save_filter is not None and not func._schema.is_mutable and self.save_filter(func)):
             return out
-        call = _call_of(func, args, kwargs)
+        call = _call_text(func, args, kwargs)
         if func._schema.is_mutable or _is_mask(func):  # keep a copy: later operations may write into the result too
             self._entries.append(_TapeEntry(call, drawn, [_TapeIndex(len(self.tape))], flatten(out)[1]))
             self.tape.append(out.to(torch.bool) if _is_mask(func) else out.clone())
@@ -172,7 +172,7 @@ class TapeReplayer(TorchDispatchMode):
             self.save_filter is not None and not func._schema.is_mutable and self.save_filter(func)
         ):
             return func(*args, **kwargs)
-        call = _call_of(func, args, kwargs)
+        call = _call_text(func, args, kwargs)
         entry = self.entries[self.position] if self.position < len(self.entries) else None
         if entry is None or entry.call != call:
             self._raise_mismatch(call, entry)

@@ -44,10 +44,10 @@ from fzero.sharding import (
     gather_full_leaves,
     gather_unit,
     is_box,
+    lookup_spec,
     map_units,
     shard_axes,
     shard_to_device,
-    spec_of,
     traced_spec,
     unit_axes,
     view_leaves,
@@ -123,7 +123,7 @@ def _shard_further(params: Params, axes: Sequence[Axis], rules: LayoutRules, red
     """Shard a tree's boxed units, which no axis shards yet."""
 
     def shard_unit(unit: ShardedUnit) -> Shard:
-        spec = spec_of(unit.spec_id)
+        spec = lookup_spec(unit.spec_id)
         full = torch.empty(traced_spec(unit.spec_id).full_shapes[0], dtype=spec.dtype, device="meta")
         over = shard_axes(spec.paths[0], full, axes, rules, spec.varies)
         if not over:
@@ -192,14 +192,14 @@ def replicate(params: Params) -> Params:
 
     def replicate_unit(unit: ShardedUnit) -> Any:
         if not traced_spec(unit.spec_id).split:
-            return gather_unit(unit.spec_id, unit.shard.data, _origin_of(unit.shard))
+            return gather_unit(unit.spec_id, unit.shard.data, _box_origin(unit.shard))
         spec_id = with_sharding_axes(unit.spec_id, (), "each", axis_names())
         return Shard(gather_flat(unit.spec_id, unit.shard.data), spec_id)
 
     return map_units(replicate_unit, params)
 
 
-def _origin_of(box: Shard) -> tuple[torch.Tensor, ...] | None:
+def _box_origin(box: Shard) -> tuple[torch.Tensor, ...] | None:
     """Return the origin of a box that a step returns, after a check that the box still holds its values.
 
     Tensor versions do not count writes through `.data`, so the check compares values: one pass over the shard. Only
@@ -269,10 +269,10 @@ def _sum_ties(unit: ShardedUnit, full: list[Any], paths: list[str]) -> list[torc
     leaves: dict[int, torch.Tensor] = {}
     for leaf_index, index in unit.members:
         g = full[leaf_index]
-        expected = list(spec_of(unit.spec_id).shapes[index])
+        expected = list(lookup_spec(unit.spec_id).shapes[index])
         if not isinstance(g, torch.Tensor) or list(g.shape) != expected:
-            shown = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
-            raise ValueError(f"grads leaf {paths[leaf_index]!r} is {shown}: expected shape {expected}, as in like")
+            text = list(g.shape) if isinstance(g, torch.Tensor) else repr(g)
+            raise ValueError(f"grads leaf {paths[leaf_index]!r} is {text}: expected shape {expected}, as in like")
         leaves[index] = g if index not in leaves or g is leaves[index] else leaves[index] + g
     return [leaves[i] for i in range(len(leaves))]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from fzero import tree
-from fzero._arguments import check_choice, check_int, is_int, name_of
+from fzero._arguments import check_choice, check_int, function_name, is_int
 from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, without_autocast_cache
 from fzero._torch.levels import differentiates_now, is_differentiated
@@ -176,7 +176,7 @@ def value_and_grad(
     def value_and_grads(*args: Any, **kwargs: Any) -> Any:
         options.check_call(args)
         inputs = _open_boxes(args, kwargs, options)
-        loss = _make_loss(loss_and_aux, name_of(f), inputs, options)
+        loss = _make_loss(loss_and_aux, function_name(f), inputs, options)
         with nullcontext() if torch.compiler.is_dynamo_compiling() else without_autocast_cache():
             value, aux, gradients = _sum_micro_batches(loss, in_float32=precision is not None, autograd=autograd)
         if not loss.is_reached and not inputs.is_invariant:  # a derivative of the gradient may be of anything
@@ -359,9 +359,13 @@ def _report_unreached(name: str, arguments: dict[int, Any], axes: Sequence[Axis]
     texts = []
     for i, argument in arguments.items():
         paths, entries, _ = tree.flatten_with_paths(argument, is_box)
-        named = [repr(path) for path, x in zip(paths, entries, strict=True) if path and x is not None]
-        shown = [*named[:3], f"and {len(named) - 3} more"] if len(named) > 4 else named
-        texts.append(f"argument {i}" + (f" ({', '.join(shown)})" if named else ""))
+        unreached_paths = [repr(path) for path, x in zip(paths, entries, strict=True) if path and x is not None]
+        listed_paths = (
+            [*unreached_paths[:3], f"and {len(unreached_paths) - 3} more"]
+            if len(unreached_paths) > 4
+            else unreached_paths
+        )
+        texts.append(f"argument {i}" + (f" ({', '.join(listed_paths)})" if unreached_paths else ""))
     text = (
         f"fzero.value_and_grad: the loss of {name} depends on no leaf of {' or '.join(texts)}, so its gradients are "
         "zero: let it read the parameters in its arguments, as apply(params, buffers, x) does, not a module's own or "

@@ -70,7 +70,7 @@ def _parse_bandwidths(text: str) -> dict[str, float]:
     return {axis: _parse_bytes(speed) for axis, _, speed in pairs}
 
 
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def _list_parser(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     def values(text: str) -> tuple[Any, ...]:
         return tuple([kind(part) for part in text.split(",")])
 
@@ -82,7 +82,7 @@ def _parse_sizes(text: str) -> tuple[int, ...] | str:
     if text == AUTO:
         return AUTO
     try:
-        return _list_of(int)(text)
+        return _list_parser(int)(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: expected sizes such as 1,8, or auto") from error
 
@@ -111,13 +111,13 @@ _PLAN = {
         _option(
             "model", f"{', '.join(PRESETS)}, or several; a config.json or its folder; or module:make_step", nargs="?"
         ),
-        _option("--world", "all ranks; several are compared", type=_list_of(int), metavar="8,64"),
-        _option("--batch", "samples of one step, over all ranks", type=_list_of(int), metavar="512"),
-        _option("--length", "tokens of a sequence, or the side of an image in pixels", type=_list_of(int)),
+        _option("--world", "all ranks; several are compared", type=_list_parser(int), metavar="8,64"),
+        _option("--batch", "samples of one step, over all ranks", type=_list_parser(int), metavar="512"),
+        _option("--length", "tokens of a sequence, or the side of an image in pixels", type=_list_parser(int)),
         _option("--depth", "number of blocks; with module:make_step, it must build config.depth", type=int),
     ],
     "the machine": [
-        _option("--machine", f"of {', '.join(MACHINES)}, calibrated", type=_list_of(str), default=("h100",)),
+        _option("--machine", f"of {', '.join(MACHINES)}, calibrated", type=_list_parser(str), default=("h100",)),
         _option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_parse_bytes),
         _option("--margin", "the share of --memory that plans do not count; 0.07 on a GPU", type=float),
         _option(
@@ -134,27 +134,32 @@ _PLAN = {
         ),
     ],
     "settings to try": [
-        _option("--stages", "ZeRO stages", type=_list_of(int), default=(1, 2, 3), metavar="1,2,3"),
-        _option("--micro-batches", "by default 1 to 16, as far as they divide", type=_list_of(int), metavar="1,2,4"),
+        _option("--stages", "ZeRO stages", type=_list_parser(int), default=(1, 2, 3), metavar="1,2,3"),
+        _option(
+            "--micro-batches", "by default 1 to 16, as far as they divide", type=_list_parser(int), metavar="1,2,4"
+        ),
         _option(
             "--remat",
             "what the backward pass recomputes of each block: nothing, all but matrix products, every second one, all",
-            type=_list_of(_parse_remat),
+            type=_list_parser(_parse_remat),
             default=USUAL_REMATS,
             metavar="no,matmuls,every-2,yes",
         ),
         _option(
             "--precision",
             "dtypes of the computation; half precision has float32 masters",
-            type=_list_of(str),
+            type=_list_parser(str),
             default=("bfloat16",),
             metavar="bfloat16,float32",
         ),
         _option(
-            "--offload", "shares of the state on the host", type=_list_of(float), default=(0.0,), metavar="0,0.5,1"
+            "--offload", "shares of the state on the host", type=_list_parser(float), default=(0.0,), metavar="0,0.5,1"
         ),
         _option(
-            "--ep", "ranks that experts are split over; by default 1, and up to 8", type=_list_of(int), metavar="1,8"
+            "--ep",
+            "ranks that experts are split over; by default 1, and up to 8",
+            type=_list_parser(int),
+            metavar="1,8",
         ),
         _option(
             "--host",
@@ -167,7 +172,7 @@ _PLAN = {
         _option("--tp", "ranks that share each matrix", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
         _option("--pp", "ranks along a pipeline", type=_parse_sizes, default=(1,), metavar="1,4 or auto"),
         _option(
-            "--schedule", "pipeline schedules", type=_list_of(str), default=("1f1b",), metavar="1f1b,interleaved:4"
+            "--schedule", "pipeline schedules", type=_list_parser(str), default=("1f1b",), metavar="1f1b,interleaved:4"
         ),
         _option(
             "--rows",

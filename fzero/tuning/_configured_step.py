@@ -91,8 +91,8 @@ def step_on(
     """Return one rank's step in a world, to plan it in several schedules. The arguments are as in `_plan_step`."""
     step, *args = step_args
     mesh = getattr(step, "mesh", None)
-    same = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes
-    return step_of_rank(step, *args, world_size=None if same else world_size, hardware=hardware, rank=rank)
+    has_world_size = isinstance(mesh, Mesh) and mesh.size == world_size  # such a mesh may have several axes
+    return step_of_rank(step, *args, world_size=None if has_world_size else world_size, hardware=hardware, rank=rank)
 
 
 def _show_coordinates(at: Any) -> str:

@@ -104,15 +104,15 @@ def deepspeed_zero3(
     _check_counts(
         num_params=num_params, largest_layer_params=largest_layer_params, devices_per_host=devices_per_host, hosts=hosts
     )
-    n, big = devices_per_host * hosts, 4 * largest_layer_params
+    n, largest_layer_bytes = devices_per_host * hosts, 4 * largest_layer_params
     if offload:
         host = int(num_params * (18 if offload_params else 16) / hosts * 1.5)
-        device = big + (0 if offload_params else int(2 * num_params / n))
+        device = largest_layer_bytes + (0 if offload_params else int(2 * num_params / n))
         name = "DeepSpeed, ZeRO-3, offload" + (" of parameters too" if offload_params else "")
         return PeerEstimate(name, device, host, _STATES)
     return PeerEstimate(
         "DeepSpeed, ZeRO-3",
-        big + int(18 * num_params / n),
+        largest_layer_bytes + int(18 * num_params / n),
         int(largest_layer_params * 4 * devices_per_host * 1.5),
         _STATES,
     )

@@ -72,16 +72,16 @@ def _model_lines(c: Configuration) -> list[str]:
         if c.remat == EVERY_SECOND:
             return [*lines, *_ALTERNATE_BLOCKS]
         return [*lines, *([f"block = fzero.remat(block{save})"] if c.remat else [])]
-    more = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
-    more += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
-    more += f", remat={_quote(c.remat)}" if c.remat else ""
-    more += f", split={_join_arguments(rules)}" if rules else ""
+    stages_option = f", stages_per_rank={c.pipeline_stages}" if c.pipeline_stages > 1 else ""
+    stages_option += f", depth={c.depth}" if c.depth and c.depth % (c.pp * c.pipeline_stages) else ""
+    stages_option += f", remat={_quote(c.remat)}" if c.remat else ""
+    stages_option += f", split={_join_arguments(rules)}" if rules else ""
     return [
         *lines,
         "# or, for a transformers model: loss_fn, params, join = fzero.nn.pipeline(model, ...)",
         "loss_fn = fzero.pipeline(",
         "    first=first, block=block, last=last,",
-        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{more},",
+        f"    micro_batches={c.accumulation}, schedule={_quote(c.schedule)}{stages_option},",
         ")",
     ]
 
@@ -115,12 +115,12 @@ def _shard_lines(c: Configuration) -> list[str]:
     rules = _split_rules(c)
     split = "loss_fn.split" if c.pp > 1 else _join_arguments(rules)
     axis = f", axis={_join_arguments([*map(_quote, c.mean)])}" if max(c.host, c.cp, c.tp, c.pp) > 1 else ""
-    more = axis + (f", split={split}" if split else "")
-    if not more:
+    options = axis + (f", split={split}" if split else "")
+    if not options:
         return [f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=fzero.mesh({sizes})))"]
     lines = [
         f"mesh = fzero.mesh({sizes})",
-        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=mesh{more}))",
+        f"step = fzero.jit(fzero.shard(train_step, stage={c.stage}, mesh=mesh{options}))",
     ]
     if c.pp > 1:
         lines.append("params, opt_state = step.init(loss_fn.stack(params, mesh), opt)")

@@ -57,8 +57,8 @@ class PlanSummary:
     def fastest(self) -> tuple[tuple[str, Any], ...]:
         """The settings that `fzero.jit` would choose: the fastest whose peak is within 3% of the smallest."""
         limit = PEAK_TOLERANCE * min([cost.peak_bytes for cost in self.schedules.values()])
-        fits = {s: cost for s, cost in self.schedules.items() if cost.peak_bytes <= limit}
-        return min(fits, key=lambda s: (fits[s].seconds, fits[s].peak_bytes))
+        fitting = {s: cost for s, cost in self.schedules.items() if cost.peak_bytes <= limit}
+        return min(fitting, key=lambda s: (fitting[s].seconds, fitting[s].peak_bytes))
 
     @property
     def at_peak(self) -> KindBytes:
@@ -145,12 +145,12 @@ def _compared_operations(plan: Plan) -> dict[OperationKey, int]:
         groups[o.phase, o.line, o.target].append(i)
     near_peak = _NEAR_PEAK * plan.peak_bytes
     indices: dict[OperationKey, int] = {}
-    for alike, group in groups.items():
-        indices[*alike, "first"], indices[*alike, "last"] = group[0], group[-1]
-        indices[*alike, "peak"] = max(group, key=lambda i: plan.live[i])
+    for key, group in groups.items():
+        indices[*key, "first"], indices[*key, "last"] = group[0], group[-1]
+        indices[*key, "peak"] = max(group, key=lambda i: plan.live[i])
         for n, i in enumerate(group):
             if plan.live[i] >= near_peak:
-                indices[*alike, n if n < len(group) / 2 else n - len(group)] = i
+                indices[*key, n if n < len(group) / 2 else n - len(group)] = i
     return indices
 
 

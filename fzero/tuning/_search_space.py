@@ -110,8 +110,8 @@ class Configuration:
     @property
     def axes(self) -> dict[str, int]:
         """The axes of the mesh, for `fzero.mesh(**config.axes)`. Ranks along the last axis are neighbours in a host."""
-        within = {"dp": self.ranks // self.ep // self.host, "ep": self.ep, "cp": self.cp, "tp": self.tp}
-        sizes = {"pp": self.pp, "host": self.host, **within}
+        sizes_within_host = {"dp": self.ranks // self.ep // self.host, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+        sizes = {"pp": self.pp, "host": self.host, **sizes_within_host}
         return {name: n for name, n in sizes.items() if n > 1 or name == "dp"}
 
     @property
@@ -272,7 +272,7 @@ class SearchSpace:
         for m, remat, stage, offload, precision, dims in product(*lean):
             k, remainder = divmod(self.global_batch // dims.ranks, m)
             if not remainder and (stage > 0 or dims.host == 1):
-                more = {"depth": self.depth, **self.fixed._asdict()}
+                fixed_fields = {"depth": self.depth, **self.fixed._asdict()}
                 yield Configuration(
                     stage=stage,
                     micro_batch=m,
@@ -281,7 +281,7 @@ class SearchSpace:
                     precision=precision,
                     offload=offload,
                     **dims._asdict(),
-                    **more,
+                    **fixed_fields,
                 )
 
 
@@ -348,7 +348,7 @@ def _parallel_dims(options: TuneOptions) -> list[_ParallelDims]:
         ranks, remainder = divmod(world, tp * pp * cp)
         is_even = not remainder and ranks % (ep * host) == 0
         if is_even and (host == 1 or ep == pp == cp == 1) and (pp > 1 or schedule == options.schedule[0]):
-            name, stages_per_rank = _schedule_of(schedule) if pp > 1 else (Configuration.schedule, None)
+            name, stages_per_rank = _parse_schedule(schedule) if pp > 1 else (Configuration.schedule, None)
             parallel_dims.append(
                 _ParallelDims(
                     ranks=ranks,
@@ -367,18 +367,20 @@ def _parallel_dims(options: TuneOptions) -> list[_ParallelDims]:
         f"world_size={world} is not a multiple of cp x tp x pp, or the rest is not a multiple of ep x host; hosts go "
         "without ep, cp and pp",
     )
-    even = [x for x in parallel_dims if options.global_batch % x.ranks == 0]
-    if not even:
+    dividing = [x for x in parallel_dims if options.global_batch % x.ranks == 0]
+    if not dividing:
         _raise_indivisible(options, parallel_dims)
-    _check_each(options, even, f"global_batch={options.global_batch} does not divide over its data-parallel ranks")
+    _check_each(options, dividing, f"global_batch={options.global_batch} does not divide over its data-parallel ranks")
     if options.depth is None:
-        return even
-    deep = [x for x in even if x.stages <= options.depth]
-    _check_each(options, deep, f"a model of {options.depth} blocks has fewer blocks than its pipeline has stages")
-    return deep
+        return dividing
+    within_depth = [x for x in dividing if x.stages <= options.depth]
+    _check_each(
+        options, within_depth, f"a model of {options.depth} blocks has fewer blocks than its pipeline has stages"
+    )
+    return within_depth
 
 
-def _schedule_of(setting: str) -> tuple[str, int | None]:
+def _parse_schedule(setting: str) -> tuple[str, int | None]:
     """Return the name of a schedule, and the number of stages on a rank; None if the setting leaves it open."""
     name, _, stages = setting.partition(":")
     return name, int(stages) if stages else None
@@ -386,7 +388,7 @@ def _schedule_of(setting: str) -> tuple[str, int | None]:
 
 def min_stages_of(setting: str) -> int:
     """Return the number of pipeline stages that a rank has at least with a schedule such as "interleaved:4"."""
-    name, stages = _schedule_of(setting)
+    name, stages = _parse_schedule(setting)
     return stages or (NAMES[name].min_stages if name in NAMES else 1)
 
 
@@ -394,8 +396,8 @@ def _is_schedule(setting: str) -> bool:
     name, _, stages = setting.partition(":")
     if name not in NAMES or (":" in setting and not stages.isdecimal()):
         return False
-    least, most = NAMES[name].min_stages, NAMES[name].max_stages
-    return not stages or least <= int(stages) <= (most or int(stages))
+    min_stages, max_stages = NAMES[name].min_stages, NAMES[name].max_stages
+    return not stages or min_stages <= int(stages) <= (max_stages or int(stages))
 
 
 def _check_each(options: TuneOptions, parallel_dims: Sequence[_ParallelDims], reason: str) -> None:
@@ -417,11 +419,11 @@ def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[_ParallelDi
     min_ranks = min([x.ranks for x in parallel_dims])
     local = options.global_batch // min_ranks
     nearest = [f"{n * min_ranks}" for n in (local, local + 1) if n]
-    over = f"world_size={options.world_size} ranks"
+    divided = f"world_size={options.world_size} ranks"
     if min_ranks != options.world_size:
-        over = f"the {min_ranks} data-parallel ranks that world_size={options.world_size} has at least"
+        divided = f"the {min_ranks} data-parallel ranks that world_size={options.world_size} has at least"
     raise ValueError(
-        f"global_batch={options.global_batch} does not divide over {over}: "
+        f"global_batch={options.global_batch} does not divide over {divided}: "
         f"the nearest that do are {' and '.join(nearest)}"
     )
 

@@ -22,8 +22,8 @@ __all__ = [
     "notes",
     "render",
     "render_comparison",
+    "table_width",
     "text",
-    "width_of",
 ]
 
 
@@ -43,11 +43,11 @@ def text(table: "ConfigurationTable") -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=width_of(table, 200), color_system=None).print(render(table))
+    Console(file=out, width=table_width(table, 200), color_system=None).print(render(table))
     return "\n".join([line.rstrip() for line in out.getvalue().splitlines()])
 
 
-def width_of(table: "ConfigurationTable", least: int) -> int:
+def table_width(table: "ConfigurationTable", least: int) -> int:
     """Return the number of characters in a line that shows all columns whole, at least `least`."""
     from rich.console import Console
     from rich.measure import Measurement
@@ -85,8 +85,8 @@ def notes(table: "ConfigurationTable") -> list[str]:
         lines.append(
             f"{rough} rows (~) are extrapolated from two models of fewer blocks, and a third confirms the line"
         )
-    moved = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
-    unused = [axis for axis, _ in table.machine.axis_bandwidths if axis not in moved]
+    traffic_axes = {axis for row in table.rows for axes in row.traffic_bytes for axis in axes.split(",")}
+    unused = [axis for axis, _ in table.machine.axis_bandwidths if axis not in traffic_axes]
     if unused:
         lines += [f"links: no collective runs along {', '.join(unused)}"]
     if table.fitting and table.fitting[0].limits:
@@ -110,16 +110,21 @@ def _waits_for_hosts(table: "ConfigurationTable") -> bool:
 
 def _notes_on_unplanned(table: "ConfigurationTable") -> list[str]:
     """Return lines on the configurations that a search by bounds did not plan, and how fast they may be."""
-    count, left = len(table.unplanned), table.left_out
+    count, left_out_count = len(table.unplanned), table.left_out
     if not count:
         return []
     large = sum([x.bounds.bytes > table.budget_bytes for x in table.unplanned])
-    lines = [f"not planned: {large} that surely do not fit, and {count - large - len(left)} that are surely slower"]
-    if not left:
+    lines = [
+        f"not planned: {large} that surely do not fit, and {count - large - len(left_out_count)} that are surely slower"
+    ]
+    if not left_out_count:
         return lines
-    fastest = min(left, key=lambda x: x.bounds.seconds)
-    least = f"at least {format_seconds(fastest.bounds.seconds)} a step: {fastest.config}"
-    return [*lines, f"left out: {len(left)} that may be faster, since no more rows were asked for; {least}"]
+    fastest = min(left_out_count, key=lambda x: x.bounds.seconds)
+    bound_text = f"at least {format_seconds(fastest.bounds.seconds)} a step: {fastest.config}"
+    return [
+        *lines,
+        f"left out: {len(left_out_count)} that may be faster, since no more rows were asked for; {bound_text}",
+    ]
 
 
 def _rich_table(table: "ConfigurationTable") -> Any:
@@ -128,24 +133,36 @@ def _rich_table(table: "ConfigurationTable") -> Any:
 
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
     axes, moved_axes = axes_shown(table), _moved_shown(table)
-    moved = ["moved", *[f"over {axis}" for axis in moved_axes]]
-    columns = ["stage", "batch", "remat", "precision", "offload", *axes, "peak", *_PARTS, *moved, "seconds", ""]
+    traffic_headers = ["moved", *[f"over {axis}" for axis in moved_axes]]
+    columns = [
+        "stage",
+        "batch",
+        "remat",
+        "precision",
+        "offload",
+        *axes,
+        "peak",
+        *_PARTS,
+        *traffic_headers,
+        "seconds",
+        "",
+    ]
     for name in columns:
-        left = name in ("remat", "precision", "schedule", "")
-        grid.add_column(name, justify="left" if left else "right", no_wrap=True)
-    fits, misses = table.fitting, table.too_large
-    for row in [*fits[:_MAX_FITS], *misses[:_MAX_MISSES]]:
-        over = row.peak_bytes - table.budget_bytes
-        if over > 0:
-            verdict, style = f"{format_bytes(over)} too much", "dim"
+        is_left_aligned = name in ("remat", "precision", "schedule", "")
+        grid.add_column(name, justify="left" if is_left_aligned else "right", no_wrap=True)
+    fitting_rows, too_large_rows = table.fitting, table.too_large
+    for row in [*fitting_rows[:_MAX_FITS], *too_large_rows[:_MAX_MISSES]]:
+        excess_bytes = row.peak_bytes - table.budget_bytes
+        if excess_bytes > 0:
+            verdict, style = f"{format_bytes(excess_bytes)} too much", "dim"
         else:
-            verdict, style = "fits", "bold green" if row is fits[0] else ""
+            verdict, style = "fits", "bold green" if row is fitting_rows[0] else ""
         texts = _row_cells(row)
         settings, numbers, seconds = texts[:5], texts[5:-1], texts[-1]
         along = [format_bytes(n) if (n := row.traffic_bytes.get(axis, 0)) else "-" for axis in moved_axes]
         sizes = [format_axis(row.config, name) for name in axes]
         grid.add_row(*settings, *sizes, *numbers, *along, seconds, verdict, style=style)
-    hidden = max(len(fits) - _MAX_FITS, 0), max(len(misses) - _MAX_MISSES, 0)
+    hidden = max(len(fitting_rows) - _MAX_FITS, 0), max(len(too_large_rows) - _MAX_MISSES, 0)
     if any(hidden):
         grid.add_row("...", *[""] * (len(columns) - 2), f"{hidden[0]} more fit, {hidden[1]} do not")
     return grid

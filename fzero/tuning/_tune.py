@@ -19,7 +19,7 @@ from fzero.tuning._row import TableRow, row_from
 from fzero.tuning._search_space import PARALLEL, Configuration, FixedSettings, TuneOptions, make_search_space
 from fzero.tuning._verdicts import Verdict, verdicts
 from fzero.tuning.exports import EXPORTS, Export, PlannedRun, activation_bytes
-from fzero.tuning.machines import Machine, machine_of
+from fzero.tuning.machines import Machine, find_machine
 from fzero.tuning.models import Bounds, ModelStep
 from fzero.tuning.search import (
     ConfigurationPlanner,
@@ -204,7 +204,7 @@ class ConfigurationTable(FigureReport):
 
     _caption = "peak against seconds"
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         return _table_figure.draw(self)
 
     def records(self) -> list[dict[str, Any]]:
@@ -415,7 +415,7 @@ def tune(
         >>> print(fzero.tune(make_step, **options, memory=3e9, **dims).best().config)
         stage 3, micro-batch 8192 x 1, bfloat16
     """
-    machine = machine_of(machine)
+    machine = find_machine(machine)
     machine = replace(machine, axis_bandwidths=tuple((axis_bandwidths or {}).items()) or machine.axis_bandwidths)
     check_choice("chunked_loss", chunked_loss, (False, True))
     check_choice("compiled", compiled, (False, True))

@@ -139,15 +139,15 @@ def _by_experts(context: _RuleContext) -> list[TableRow] | None:
 def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
     """Spread a model over as few ranks as can hold it, and use the rest for data parallelism."""
     rows = _comparable_rows(context, *_PARALLEL_FIELDS)
-    if len({_ranks_of_model(r) for r in rows}) < 2:
+    if len({_ranks_per_model(r) for r in rows}) < 2:
         return None
-    return sorted(rows, key=lambda r: (_ranks_of_model(r), *_tp_sort_key(context, r)))
+    return sorted(rows, key=lambda r: (_ranks_per_model(r), *_tp_sort_key(context, r)))
 
 
 def _machine_first(context: _RuleContext) -> list[TableRow] | None:
     """Split matrices over a machine's devices, and lay a pipeline across machines."""
     rows = [
-        r for r in _comparable_rows(context, *_PARALLEL_FIELDS) if _ranks_of_model(r) == _ranks_of_model(context.best)
+        r for r in _comparable_rows(context, *_PARALLEL_FIELDS) if _ranks_per_model(r) == _ranks_per_model(context.best)
     ]
     return sorted(rows, key=lambda r: _tp_sort_key(context, r)) if len({r.config.tp for r in rows}) > 1 else None
 
@@ -166,7 +166,7 @@ def _pipeline_fill(context: _RuleContext) -> list[TableRow] | None:
     return sorted(rows, key=order)
 
 
-def _ranks_of_model(row: TableRow) -> int:
+def _ranks_per_model(row: TableRow) -> int:
     return row.config.tp * row.config.pp
 
 
@@ -194,9 +194,9 @@ def _explain_choice(best: TableRow, choice: TableRow) -> str:
     """Compare the rule's choice with the best row, and explain the difference; "" if they are the same."""
     if choice is best:
         return ""
-    more = choice.seconds / best.seconds - 1
-    if more < _TIME_RESOLUTION:
-        return f"{choice.config} takes {more:.1%} more, which is less than the cost model can resolve"
+    extra_share = choice.seconds / best.seconds - 1
+    if extra_share < _TIME_RESOLUTION:
+        return f"{choice.config} takes {extra_share:.1%} more, which is less than the cost model can resolve"
     reasons = (
         [f"it moves {_moved_text(choice)} instead of {_moved_text(best)}"]
         if _moved_bytes(choice) > 1.05 * _moved_bytes(best)
@@ -213,7 +213,7 @@ def _explain_choice(best: TableRow, choice: TableRow) -> str:
     if choice.host_bytes > best.host_bytes:
         reasons.append("it waits for the host")
     text = " and ".join(reasons) or "its collectives overlap less with compute"
-    return f"{choice.config} takes {more:.0%} more: {text}"
+    return f"{choice.config} takes {extra_share:.0%} more: {text}"
 
 
 def _idle_share(row: TableRow) -> float:

@@ -22,17 +22,17 @@ from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import min_stages_of
 from fzero.tuning._sweep import case_arguments, list_choices, render_cases
-from fzero.tuning._table_views import list_warnings, render_comparison, width_of
+from fzero.tuning._table_views import list_warnings, render_comparison, table_width
 from fzero.tuning._tune import ConfigurationTable, tune
 from fzero.tuning.long_runs import Reliability, goodput
-from fzero.tuning.machines import Machine, calibrate, machine_of, save
+from fzero.tuning.machines import Machine, calibrate, find_machine, save
 from fzero.tuning.models import (
     ModelShape,
     init,
     largest_sizes,
+    model_shape,
     model_step,
     powers_of_two,
-    shape_of,
     usable_sizes,
 )
 
@@ -68,7 +68,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     options = argparse.Namespace(**vars(args))  # _plan_case sets sizes in `args`
     case, shape = _plan_case(args)
     table, name = case.table, shape.name if shape else args.model
-    console = Console(width=None if sys.stdout.isatty() else width_of(table, 180), highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else table_width(table, 180), highlight=False)
     console.print(f"{name}, {args.batch} samples a step, on {args.world} ranks", style="bold")
     console.print(table)
     if table.fitting and what_fails:
@@ -113,25 +113,26 @@ def _plan_case(args: argparse.Namespace) -> tuple[Case, ModelShape | None]:
     return Case(list_choices(args), table, make_step), shape
 
 
-def _plan_cases(args: argparse.Namespace, each: Sequence[argparse.Namespace]) -> int:
+def _plan_cases(args: argparse.Namespace, cases_args: Sequence[argparse.Namespace]) -> int:
     """Plan several models or sizes, print a row of each, and write a page to choose from."""
     from rich.console import Console
 
     for option in ("json", "csv", "plot", "export", "mtbf", "local_steps"):
         if getattr(args, option):
             raise ValueError(
-                f"--{option.replace('_', '-')} is for one model and size, and these are {len(each)}; --html has all"
+                f"--{option.replace('_', '-')} is for one model and size, and these are {len(cases_args)}; --html has "
+                "all"
             )
-    for one in each:
-        _check_required(one)
-        machine_of(one.machine)  # an unknown one is an error before the first case is planned
+    for case_args in cases_args:
+        _check_required(case_args)
+        find_machine(case_args.machine)  # an unknown one is an error before the first case is planned
     _read_reliability(args)  # its options are wrong without --mtbf
     cases, errors = list[Case](), dict[str, ValueError]()
-    for one in each:
+    for case_args in cases_args:
         try:
-            cases.append(_plan_case(one)[0])
+            cases.append(_plan_case(case_args)[0])
         except ValueError as error:  # such as a batch that some ranks do not divide; the other cases go on
-            errors[", ".join([f"{name} {value}" for name, value in list_choices(one).items()])] = error
+            errors[", ".join([f"{name} {value}" for name, value in list_choices(case_args).items()])] = error
     if not cases:
         raise next(iter(errors.values()))
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
@@ -160,8 +161,8 @@ def _read_reliability(args: argparse.Namespace) -> Reliability | None:
 def _goodput_line(args: argparse.Namespace, table: ConfigurationTable, what_fails: Reliability) -> str:
     """Simulate a long run with the best row, and return its goodput as a line."""
     row = table.best().row
-    together = row.config.cp * row.config.tp * row.config.pp  # devices of one replica of the model
-    what_fails = replace(what_fails, devices_lost=max(int(table.machine.ranks), together))
+    devices_per_replica = row.config.cp * row.config.tp * row.config.pp  # devices of one replica of the model
+    what_fails = replace(what_fails, devices_lost=max(int(table.machine.ranks), devices_per_replica))
     result = goodput(row.seconds, args.world, what_fails, days=args.days or 30.0)
     if not result.mean:
         return f"{result}. No step lasts: is {args.mtbf:g} s the time between failures of one device?"
@@ -181,7 +182,7 @@ def _set_replicas(args: argparse.Namespace) -> None:
         return
     if _choose_make_step(args)[1] is None:
         raise ValueError("--local-steps counts the parameters of models by name; plan the step of one replica instead")
-    ranks = int(machine_of(args.machine).ranks)
+    ranks = int(find_machine(args.machine).ranks)
     args.replicas = args.replicas or max(args.world // ranks, 1)
     if args.replicas < 2 or args.world % args.replicas or args.batch % args.replicas:
         raise ValueError(
@@ -194,8 +195,8 @@ def _local_sgd_line(args: argparse.Namespace, table: ConfigurationTable, shape: 
     """Plan the step of one replica in the memory that the state of local SGD leaves, and compare it in a line."""
     ranks = args.world // args.replicas
     elements = sum([x.numel() for x in tree.tensors(init(shape, args.depth or shape.depth))])
-    one = {"world": ranks, "batch": args.batch // args.replicas, "host": (1,)}
-    rows = _plan_case(argparse.Namespace(**{**vars(args), **one}))[0].table.fitting
+    replica_options = {"world": ranks, "batch": args.batch // args.replicas, "host": (1,)}
+    rows = _plan_case(argparse.Namespace(**{**vars(args), **replica_options}))[0].table.fitting
     speed = {name: n for name, n in (args.axis_bandwidths or {}).items() if name == "replica"}
     machine = replace(_choose_machine(args), axis_bandwidths=tuple(speed.items()))
     estimates = [
@@ -212,7 +213,7 @@ def _local_sgd_line(args: argparse.Namespace, table: ConfigurationTable, shape: 
 def _choose_make_step(args: argparse.Namespace) -> tuple[Callable[..., Any], ModelShape | None]:
     """Return `make_step`, and the sizes of a model by name; None for a function of the user's."""
     if ":" not in args.model or pathlib.Path(args.model).exists():
-        return model_step(args.model, length=args.length, explicit=args.explicit_attention), shape_of(args.model)
+        return model_step(args.model, length=args.length, explicit=args.explicit_attention), model_shape(args.model)
     module, _, name = args.model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -233,7 +234,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     Raises:
         ValueError: if the model is a function of the user's, or no sizes of the axes divide ranks and batch.
     """
-    args.host = _sizes_of_hosts(args) if args.host == AUTO else args.host
+    args.host = _host_sizes(args) if args.host == AUTO else args.host
     options = {name: getattr(args, name) for name in ("cp", "tp", "pp")}
     auto_names = [name for name, values in options.items() if values == AUTO]
     if not auto_names:
@@ -241,7 +242,7 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
     if shape is None:
         raise ValueError(f"--{auto_names[0]} auto: only models by name say what divides them: give sizes, such as 1,8")
     depth = (args.depth or shape.depth) // min(map(min_stages_of, args.schedule))
-    largest = largest_sizes(shape, args.length, int(machine_of(args.machine).ranks), depth)
+    largest = largest_sizes(shape, args.length, int(find_machine(args.machine).ranks), depth)
     if args.explicit_attention:
         largest["cp"] = 1
     sizes = {name: powers_of_two(largest[name]) if name in auto_names else options[name] for name in options}
@@ -252,23 +253,23 @@ def _set_sizes(args: argparse.Namespace, shape: ModelShape | None) -> None:
 
 def _choose_machine(args: argparse.Namespace) -> Machine:
     """Return the machine, with the bandwidth between hosts that was given."""
-    machine = machine_of(args.machine)
+    machine = find_machine(args.machine)
     return machine if args.network_bandwidth is None else replace(machine, network_bandwidth=args.network_bandwidth)
 
 
 def _bandwidths_within_a_replica(args: argparse.Namespace) -> dict[str, float] | None:
     """Return the bandwidths along the axes of a planned step. With local SGD, "replica" is the axis of its average."""
-    given = args.axis_bandwidths or {}
-    return {name: n for name, n in given.items() if name != "replica" or not args.local_steps} or None
+    axis_bandwidths = args.axis_bandwidths or {}
+    return {name: n for name, n in axis_bandwidths.items() if name != "replica" or not args.local_steps} or None
 
 
-def _sizes_of_hosts(args: argparse.Namespace) -> tuple[int, ...]:
+def _host_sizes(args: argparse.Namespace) -> tuple[int, ...]:
     """Return the sizes of the axis of hosts for "auto": 1, and the hosts that the ranks fill.
 
     Raises:
         ValueError: if the ranks fill no number of hosts.
     """
-    ranks = int(machine_of(args.machine).ranks)
+    ranks = int(find_machine(args.machine).ranks)
     hosts, remainder = divmod(args.world, ranks)
     if remainder and hosts:
         raise ValueError(f"--host auto: --world {args.world} fills no number of hosts of {ranks} ranks: give sizes")
@@ -336,7 +337,7 @@ def _estimate_lines(shape: ModelShape, args: argparse.Namespace) -> list[str]:
     """List the estimates of other tools for the model."""
     params = init(shape, shape.depth)
     largest = max([x.numel() for x in tree.tensors(params)])
-    devices_per_host = min(int(machine_of(args.machine).ranks), args.world)
+    devices_per_host = min(int(find_machine(args.machine).ranks), args.world)
     hosts = max(args.world // devices_per_host, 1)
     return [str(x) for x in peer_estimates(tree.numel(params), largest, devices_per_host=devices_per_host, hosts=hosts)]
 

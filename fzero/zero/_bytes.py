@@ -14,7 +14,7 @@ from fzero._format import format_bytes
 from fzero._tracebacks import api_boundary
 from fzero.optim import Optimizer
 from fzero.ranks import Mesh
-from fzero.sharding import Shard, axes_of, is_box, spaces
+from fzero.sharding import Shard, is_box, leaf_axes, spaces
 from fzero.tree import Tree
 
 __all__ = ["check_host_memory", "state_bytes"]
@@ -47,7 +47,7 @@ def state_bytes(values: Tree, mesh: Mesh, space: str | None = None) -> int:
         pieces = zip(spaces(x), x.pieces, strict=True) if isinstance(x, Shard) else [("device", leaves)]
         # a piece may be a tree (optim.leafwise)
         memories = [memory for memory, piece in pieces for _ in tree.flatten(piece)[0]]
-        for axes, leaf, memory in zip(axes_of(x, mesh.axis_names), leaves, memories, strict=True):
+        for axes, leaf, memory in zip(leaf_axes(x, mesh.axis_names), leaves, memories, strict=True):
             if space not in (None, memory):
                 continue
             n = math.prod([size for name, size in mesh.shape if name in axes]) if mesh.simulated else 1
@@ -92,11 +92,11 @@ def check_host_memory(
         meta = tree.map(lambda x: torch.empty_like(x, device="meta"), params)
         trees.append(optimizer.cast_and_offload(meta))
     ranks = mesh.size if mesh.simulated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * state_bytes(trees, mesh, "host")
-    if needed > free:
+    needed_bytes = ranks * state_bytes(trees, mesh, "host")
+    if needed_bytes > free:
         raise MemoryError(
-            f"offload: this host needs {format_bytes(needed)} for its {ranks} ranks, and {format_bytes(free)} of its "
-            f"memory are free, {free / needed:.0%} of the need: use a smaller ratio, or fewer ranks on a host"
+            f"offload: this host needs {format_bytes(needed_bytes)} for its {ranks} ranks, and {format_bytes(free)} of "
+            f"its memory are free, {free / needed_bytes:.0%} of the need: use a smaller ratio, or fewer ranks on a host"
         )
 
 
@@ -110,6 +110,6 @@ def _free_bytes() -> int | None:
     if limit.exists() and (maximum := limit.read_text().strip()) != "max":
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         # without the file cache, which can be freed
-        used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        free = min(free, int(maximum) - used)
+        used_bytes = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        free = min(free, int(maximum) - used_bytes)
     return free

@@ -262,9 +262,9 @@ def check_results(args: Sequence[Any], out: Any, param_argnums: Sequence[int]) -
 def _check_is_params(i: int, result: Any, old: Any) -> None:
     """Check that a result may be new parameters, and is not an optimizer state, metric, gradient or update."""
     if is_opt_state(result) or (isinstance(result, torch.Tensor) and not isinstance(old, torch.Tensor)):
-        shown = _type_name(result) if is_opt_state(result) else tree.show(result)
+        text = _type_name(result) if is_opt_state(result) else tree.show(result)
         raise ValueError(
-            f"result {i} is {shown}, where the new parameters belong: return params, opt_state, loss, in the order "
+            f"result {i} is {text}, where the new parameters belong: return params, opt_state, loss, in the order "
             "of the arguments"
         )
     if (role := role_of(result)) in ("gradients", "updates"):
@@ -302,8 +302,8 @@ def _check_state_is_returned(args: Sequence[Any], out: Any, param_argnums: Seque
     results = out if isinstance(out, tuple) else (out,)
     pairs = [pair for i in param_argnums for pair in zip(tree.tensors(args[i]), tree.tensors(results[i]), strict=False)]
     is_unchanged = all(x is y for x, y in pairs)
-    others = [x for i, x in enumerate(results) if i not in param_argnums]
-    returned = [state for x in others for state in tree.flatten(x, is_opt_state)[0] if is_opt_state(state)]
+    extra_results = [x for i, x in enumerate(results) if i not in param_argnums]
+    returned = [state for x in extra_results for state in tree.flatten(x, is_opt_state)[0] if is_opt_state(state)]
     if states and returned and pairs:
         _check_both_are_new(returned, is_unchanged)
     if not states or returned or is_unchanged:
@@ -404,11 +404,11 @@ def _key_notes(error: Exception, args: Sequence[Any], param_argnums: Sequence[in
         if key in values and key not in owner:
             continue
         label = f"Argument {i} (parameters)" if i in param_argnums else f"Argument {i} (batch)"
-        if near := _key_hint(key, values):
-            return [f"{label} {near}"]
-        shown = ", ".join([repr(name) for name in [*values][:_MOST_KEYS]])
-        more = f" and {len(values) - _MOST_KEYS} more" if len(values) > _MOST_KEYS else ""
-        notes.append(f"{label} has the keys {shown}{more}")
+        if hint := _key_hint(key, values):
+            return [f"{label} {hint}"]
+        keys_text = ", ".join([repr(name) for name in [*values][:_MOST_KEYS]])
+        rest_text = f" and {len(values) - _MOST_KEYS} more" if len(values) > _MOST_KEYS else ""
+        notes.append(f"{label} has the keys {keys_text}{rest_text}")
     return notes
 
 
@@ -432,15 +432,15 @@ def _key_hint(key: str, values: Mapping[str, Any]) -> str:
 
 def _write_subscripts(values: Any, parts: Sequence[str]) -> str:
     """Write the subscripts that read a part of a tree, numbers for items of lists; "" if they read none."""
-    shown = ""
+    text = ""
     for part in parts:
         key: Any = int(part) if isinstance(values, list | tuple) and part.isdigit() else part
         try:
             values = values[key]
         except (KeyError, IndexError, TypeError):  # a key with a dot, or the field of a named tuple
             return ""
-        shown += f"[{key!r}]"
-    return shown
+        text += f"[{key!r}]"
+    return text
 
 
 _DTYPES = {
@@ -462,9 +462,9 @@ def dtype_notes(message: str, args: Sequence[Any]) -> list[str]:
         paths, leaves, _ = tree.flatten_with_paths(x.value) if isinstance(x, PerRank) else ((), (), None)
         for path, leaf in zip(paths, leaves, strict=True):
             dtype = getattr(leaf, "dtype", None)
-            others = [other for other in dtypes if other != dtype and other.is_floating_point]
-            if dtype in dtypes and others:
-                where, other = tree.leaf_name("argument", f"{i}.{path}"), str(others[0]).removeprefix("torch.")
+            other_dtypes = [other for other in dtypes if other != dtype and other.is_floating_point]
+            if dtype in dtypes and other_dtypes:
+                where, other = tree.leaf_name("argument", f"{i}.{path}"), str(other_dtypes[0]).removeprefix("torch.")
                 return [
                     f"A{where[1:]}, is {str(dtype).removeprefix('torch.')}, and met {other}: fzero.Precision casts "
                     f"parameters, and no batch; cast the batch, x.to(torch.{other})"
@@ -480,9 +480,9 @@ def _batch_text(i: int, batch: PerRank, simulated: bool) -> str:
         for path, x in zip(paths, leaves, strict=True)
         if isinstance(x, torch.Tensor)
     ]
-    more = [f"and {len(parts) - 8} more"] if len(parts) > 9 else []
-    shown = ", ".join([*(parts[:8] if more else parts), *more])
-    return f"Each rank got, as argument {i}, a {type(batch.value).__name__}: {shown}"
+    rest = [f"and {len(parts) - 8} more"] if len(parts) > 9 else []
+    text = ", ".join([*(parts[:8] if rest else parts), *rest])
+    return f"Each rank got, as argument {i}, a {type(batch.value).__name__}: {text}"
 
 
 def as_value(x: Any) -> Any:

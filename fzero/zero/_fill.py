@@ -6,7 +6,7 @@ import torch
 
 from fzero import tree
 from fzero.ranks import Mesh, check_equal, checksum, device_put
-from fzero.sharding import Spec, box_of, is_box, sharded_units, slice_elements, spaces, spec_of
+from fzero.sharding import Spec, is_box, lookup_spec, make_box, sharded_units, slice_elements, spaces
 from fzero.zero._tree_source import TreeSource
 
 __all__ = ["fill_template"]
@@ -84,11 +84,11 @@ def _make_zero_boxes(
         pieces = [
             torch.zeros(x.shape, dtype=x.dtype, device=target) for x, target in zip(box.pieces, targets, strict=True)
         ]
-        boxes[positions[0]] = box_of(spec_id, pieces)
-        spec = spec_of(spec_id)
+        boxes[positions[0]] = make_box(spec_id, pieces)
+        spec = lookup_spec(spec_id)
         names = tuple([name for name in mesh.axis_names if name in spec.varies])
         if names not in ranks_of_rows:
-            ranks_of_rows[names] = _ranks_of_rows(names, mesh)
+            ranks_of_rows[names] = _row_ranks(names, mesh)
         for position, index in members:
             destinations[position] = _Destination(tuple(pieces), spec, index, ranks_of_rows[names])
     return boxes, destinations
@@ -106,8 +106,8 @@ class _PlainCopies:
         """Return a leaf on the device of its entry, in memory of its own; the leaf itself only if it `may_keep` it."""
         key = id(self._entries[position])
         if key not in self._by_entry:
-            moved = device_put(leaf, self._devices[position])
-            self._by_entry[key] = moved if moved is not leaf or may_keep else leaf.clone()
+            device_leaf = device_put(leaf, self._devices[position])
+            self._by_entry[key] = device_leaf if device_leaf is not leaf or may_keep else leaf.clone()
         return self._by_entry[key]
 
 
@@ -142,7 +142,7 @@ class _Destination(NamedTuple):
                     row[first - start : last - start] = slice_elements(part, first - offset, last - offset)
 
 
-def _ranks_of_rows(names: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
+def _row_ranks(names: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
     """List for each row of the data of a unit that differs along some axes a rank that holds it."""
     if not mesh.simulated:
         return (mesh.rank,)

@@ -10,7 +10,7 @@ from fzero import _torch, tree
 from fzero._donated import donate_memory
 from fzero._format import format_tensor
 from fzero.ranks import Mesh, check_equal
-from fzero.sharding import PerRank, Shard, Slot, is_box, sharded_units, spec_of
+from fzero.sharding import PerRank, Shard, Slot, is_box, lookup_spec, sharded_units
 from fzero.zero._tree_source import SourceLeaf
 
 __all__ = ["make_supply", "supply_like"]
@@ -49,16 +49,16 @@ class _LeafSupply:
         for i, x in enumerate(self.leaves):
             if isinstance(x, torch.Tensor):
                 positions.setdefault(id(x), []).append(i)
-        storages = [_torch.storage_id(self.tensors[at[0]]) for at in positions.values()]
-        for at in positions.values():
-            x = self.tensors[at[0]]
+        storages = [_torch.storage_id(self.tensors[positions_of_leaf[0]]) for positions_of_leaf in positions.values()]
+        for positions_of_leaf in positions.values():
+            x = self.tensors[positions_of_leaf[0]]
             is_writable = x.is_contiguous() and not x.is_inference()  # a jitted step can write into it
             owns_storage = storages.count(_torch.storage_id(x)) == 1 and x.untyped_storage().nbytes() == x.nbytes
-            for i in at:
+            for i in positions_of_leaf:
                 self.tensors[i] = None
             if self.notes and not x.is_meta:
-                x = donate_memory(x, self.notes[at[0]])
-            yield SourceLeaf(at, x, bool(self.notes) and is_writable and owns_storage)
+                x = donate_memory(x, self.notes[positions_of_leaf[0]])
+            yield SourceLeaf(positions_of_leaf, x, bool(self.notes) and is_writable and owns_storage)
             del x  # before the next leaf is copied
 
 
@@ -141,7 +141,7 @@ def supply_like(label: str, values: Any, like: Any, donated_to: str | None = Non
     identities: list[Any] = [id(x) if isinstance(x, torch.Tensor) else None for x in entries]  # equal for tied leaves
     for spec_id, box, members in sharded_units(paths, entries):
         for position, index in members:
-            expected[position] = (spec_of(spec_id).full_shapes[index], box.dtype)
+            expected[position] = (lookup_spec(spec_id).full_shapes[index], box.dtype)
             identities[position] = (id(box), index)
     first: dict[Any, int] = {}  # identity -> position
     for i, key in enumerate(identities):

@@ -126,23 +126,24 @@ def check_rerun(check: Any, mesh: Mesh, axes: Sequence[str], over: Any, stage: i
         return
     if check.swap is None:
         return
-    given, sizes = f"check=Rerun(swap={check.swap!r})", dict(mesh.shape)
+    argument_text, sizes = f"check=Rerun(swap={check.swap!r})", dict(mesh.shape)
     if sizes.get(check.swap) != 2:
         raise ValueError(
-            f"{given}: expected an axis of 2 ranks, and the mesh has {sizes}: sums over two ranks have the same bits "
-            "in either order; make two replicas, fzero.mesh(replica=2, shard=-1)"
+            f"{argument_text}: expected an axis of 2 ranks, and the mesh has {sizes}: sums over two ranks have the "
+            "same bits in either order; make two replicas, fzero.mesh(replica=2, shard=-1)"
         )
     if mesh.simulated and mesh.simulation == "vmap":
         # A product over the rows of all ranks may sum those of another rank in another order.
         raise ValueError(
-            f"{given}: the mesh simulates its ranks as a batch, in which a rank's place may change its bits; simulate "
+            f"{argument_text}: the mesh simulates its ranks as a batch, in which a rank's place may change its bits; "
+            "simulate "
             'them one after the other, fzero.mesh(..., simulate="lockstep")'
         )
     ranks = math.prod(sizes[axis] for axis in axes)
     is_apart = stage > 0 and over is not None and (callable(over) or check.swap not in mesh.names(over))
     if check.swap in axes and ranks > 2 and not is_apart:
         raise ValueError(
-            f"{given}: gradients of {ranks} ranks are summed at once, and another order may give other bits; "
+            f"{argument_text}: gradients of {ranks} ranks are summed at once, and another order may give other bits; "
             "keep the replicas apart, fzero.shard(..., stage=1, axis=('replica', 'shard'), over='shard')"
         )
 

@@ -139,7 +139,7 @@ class ShardedStep:
                 not count. Other in-place writes give the unsharded numbers. A jitted step refuses all in-place writes.
         """
         if is_tracing():
-            return self._run(*args, **kwargs)
+            return self._run_on_ranks(*args, **kwargs)
         with UserFrames():
             if any(x.is_meta for i in self.param_argnums for x in tree.tensors(args[i : i + 1])):
                 raise ValueError(
@@ -149,9 +149,9 @@ class ShardedStep:
             for i, x in enumerate(args):
                 check_not_meta(f"argument {i}", x)
             with publish_step(self.name):
-                return self.run_checked(self._run, *args, **kwargs)
+                return self.run_checked(self._run_on_ranks, *args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_on_ranks(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, run the step on every rank, and add notes to an error that the user's code raised."""
         check_arguments((args, kwargs), self.mesh, self.axis, self.rules, has_batch=self.check is not False)
         check_params(args, self.param_argnums, self.stage, self.layout.shards_params, self.rules, [*kwargs])
@@ -162,8 +162,8 @@ class ShardedStep:
             for note in explain_error(error, args, self.param_argnums, self.stage, self.mesh.simulated):
                 error.add_note(note)
             if isinstance(error, TypeError) and inspect.isfunction(self.train_step):
-                takes = f"the step takes the arguments of {self.name}{inspect.signature(self.train_step)}"
-                explain_call(error, self.train_step, kwargs, f"{takes}, and was given {len(args)} by position")
+                signature_text = f"the step takes the arguments of {self.name}{inspect.signature(self.train_step)}"
+                explain_call(error, self.train_step, kwargs, f"{signature_text}, and was given {len(args)} by position")
             raise
 
     def run_checked(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +295,7 @@ class ShardedStep:
         optimizer = as_optimizer(opt)
         check_optimizer(opt, optimizer, self.stage, self.layout.shards_state)
         with torch.inference_mode(False), torch.no_grad():
-            step = self._with_dtypes_of(optimizer)
+            step = self._with_state_dtypes(optimizer)
             params, step_boxes = step._shard_values("params", params, "step.init(..., donate=True)" if donate else None)
             check_splits(step_boxes, self.rules, self.mesh, self.data_axes)
             check_host_memory(step.program(optimizer.init), step_boxes, params, optimizer, self.mesh)
@@ -308,10 +308,10 @@ class ShardedStep:
             empty_cache(self.mesh.device)  # the segments of full leaves, in which no step's tensors would fit
             return params, opt_state
 
-    def _with_dtypes_of(self, optimizer: Optimizer) -> "ShardedStep":
+    def _with_state_dtypes(self, optimizer: Optimizer) -> "ShardedStep":
         """Return the step that assigns leaves to units by the dtypes that the optimizer will cast them to."""
         precision = optimizer.precision
-        return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.dtype_of))
+        return self if precision is None else replace(self, rules=self.rules._replace(dtype=precision.leaf_dtype))
 
     def _shard_values(self, label: str, values: Tree, donated_to: str | None) -> tuple[Tree, Tree]:
         """Put a tree into the layout that parameters have between steps, leaf by leaf.

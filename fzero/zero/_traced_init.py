@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch, tree
 from fzero._notice import warn_once
-from fzero.graph import is_random, stand_ins_of
+from fzero.graph import is_random, node_stand_ins
 from fzero.ranks import Mesh, check_same_structure
 from fzero.zero._tree_source import SourceLeaf
 
@@ -77,14 +77,16 @@ class _TracedInit:
         """Return for each node the values whose memory no later node touches, not even through a view."""
         nodes = [n for n in self._graph.graph.nodes if n.op != "output"]
         touched: dict[int, int] = {}  # storage -> index of the last node that touches it
-        used: dict[Node, int] = {}  # value, maybe without memory like a random generator -> index of its last use
+        last_touches: dict[
+            Node, int
+        ] = {}  # value, maybe without memory like a random generator -> index of its last use
         for i, n in enumerate(nodes):
             for x in (n, *n.all_input_nodes):
-                used[x] = i
-                touched.update({_torch.storage_id(v): i for v in stand_ins_of(x)})
+                last_touches[x] = i
+                touched.update({_torch.storage_id(v): i for v in node_stand_ins(x)})
         expires: dict[Node, list[Node]] = {}
         for n in nodes:
-            last = max([used[n], *[touched[_torch.storage_id(v)] for v in stand_ins_of(n)]])
+            last = max([last_touches[n], *[touched[_torch.storage_id(v)] for v in node_stand_ins(n)]])
             expires.setdefault(nodes[last], []).append(n)
         return expires
 

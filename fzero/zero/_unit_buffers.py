@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero._torch import view_of
-from fzero.sharding import is_box, sharded_units, spec_of
+from fzero._torch import buffer_view
+from fzero.sharding import is_box, lookup_spec, sharded_units
 
 __all__ = ["in_unit_buffers"]
 
@@ -31,13 +31,13 @@ def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
         }
         if len({index for _, index in members}) == 1 or len(kinds) > 1 or None in kinds:
             continue
-        spec = spec_of(spec_id)
+        spec = lookup_spec(spec_id)
         dtype, device = kinds.pop()
         buffer = torch.empty(spec.numel, dtype=dtype, device=device)
         views: dict[int, torch.Tensor] = {}
         for position, index in members:
             if index not in views:  # else the leaf is tied, and copied already
-                views[index] = view_of(buffer, spec.offsets[index], spec.shapes[index])
+                views[index] = buffer_view(buffer, spec.offsets[index], spec.shapes[index])
                 views[index].copy_(packed[position])
             packed[position] = views[index]
     return packed

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero._torch import Buffer, find_buffers, in_buffers, stand_ins_like, storage_id, view_of
+from fzero._torch import Buffer, buffer_view, find_buffers, in_buffers, stand_ins_like, storage_id
 from tests.helpers import examples
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (3,), (2, 3), (1, 4, 2)]), min_size=2, max_size=5)
@@ -15,7 +15,7 @@ def laid(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> l
     """Make tensors of these shapes that lie side by side in their order."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     buffer = torch.arange(sum(sizes)).to(dtype)
-    return [view_of(buffer, sum(sizes[:i]), shape) for i, shape in enumerate(shapes)]
+    return [buffer_view(buffer, sum(sizes[:i]), shape) for i, shape in enumerate(shapes)]
 
 
 @given(SHAPES, st.randoms(use_true_random=False), st.sampled_from([torch.float32, torch.bfloat16]))

@@ -141,9 +141,9 @@ def test_a_constant_that_data_is_written_into_has_no_value_to_read():
 
 def test_operations_are_recorded_without_make_fx(monkeypatch):
     recorded = []
-    before = recorder._record
+    before = recorder._record_node
     monkeypatch.setattr(
-        recorder, "_record", lambda tracer, f, *rest, **by: recorded.append(f) or before(tracer, f, *rest, **by)
+        recorder, "_record_node", lambda tracer, f, *rest, **by: recorded.append(f) or before(tracer, f, *rest, **by)
     )
     graph, _ = both(transforms, torch.randn(4, 4), torch.randn(4, 4))
     count = len([n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem])
@@ -175,7 +175,7 @@ def test_nodes_carry_their_source_line_and_the_users_annotations():
 
     graph = _torch.trace(f, _torch.stand_ins_like([torch.ones(2)])).graph
     sin, cos = [n for n in graph.nodes if n.op == "call_function"]
-    assert [_torch.line_of(n).split(":")[0] for n in (sin, cos)] == [__file__, __file__]
+    assert [_torch.node_line(n).split(":")[0] for n in (sin, cos)] == [__file__, __file__]
     assert sin.meta["custom"]["mine"] == 3 and "mine" not in cos.meta["custom"]
 
 
@@ -199,7 +199,7 @@ def test_a_function_is_recorded_as_one_node_whose_results_are_its_items():
     assert calls(gm.graph) == [torch.ops.aten.sin.default, one_node, torch.ops.aten.cos.default]
     (node,) = [n for n in gm.graph.nodes if n.target is one_node]
     assert [tuple(x.shape) for x in node.meta["val"]] == [(1,), (3,)]
-    assert _torch.line_of(node).split(":")[0] == __file__
+    assert _torch.node_line(node).split(":")[0] == __file__
     x = torch.randn(4)
     assert all(torch.equal(a, b) for a, b in zip(gm(x), f(x), strict=True))
 

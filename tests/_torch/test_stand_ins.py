@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from fzero._torch import storage_id
-from fzero._torch.stand_ins import StandInCache, alias_of
+from fzero._torch.stand_ins import StandInCache, make_alias
 from fzero.sharding.maps._flat import flatten_leaves, view_ranges
 
 aten: Any = torch.ops.aten
@@ -112,7 +112,7 @@ def test_a_stand_in_made_without_checks_has_the_state_that_torch_gives(device: s
     mode = FakeTensorMode()
     mode.allow_meta = True
     x = FakeTensor(mode, torch.empty_strided((3, 4), (1, 3), dtype=torch.bfloat16, device="meta"), torch.device(device))
-    alias = alias_of(x)
+    alias = make_alias(x)
     with in_kernel_invocation_manager(mode):
         like = FakeTensor(mode, aten.detach.default(x), x.fake_device)
     assert type(alias) is FakeTensor and alias is not x and alias.__dict__ == like.__dict__
@@ -130,7 +130,7 @@ def test_a_stand_in_made_without_checks_has_the_state_that_torch_gives(device: s
 def test_an_alias_keeps_its_shape_when_the_tensors_changes():
     with FakeTensorMode():
         x: Any = torch.ones(3, 4)
-        alias = alias_of(x)
+        alias = make_alias(x)
         x.t_()
         assert alias.shape == (3, 4) and storage_id(alias) == storage_id(x)
 

@@ -201,7 +201,7 @@ def test_traces_keep_a_custom_backward_and_the_source_line():
     grad = torch.func.grad(lambda x: _Doubled.apply(x * 3).sum())
     gm = _torch.trace(lambda x: [grad(x)], _torch.stand_ins_like([torch.ones(2)]))
     assert gm(torch.ones(2))[0].tolist() == [6, 6]
-    lines = {_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function"}
+    lines = {_torch.node_line(n) for n in gm.graph.nodes if n.op == "call_function"}
     assert lines and all(line.split(":")[0] == __file__ for line in lines)
 
 
@@ -233,7 +233,7 @@ def test_functionalisation_removes_writes_and_keeps_lines():
     gm = _torch.functionalize(_torch.trace(f, stand_ins), stand_ins)
     assert not any(str(n.target).split(".")[1].endswith("_") for n in gm.graph.nodes if n.op == "call_function")
     assert gm(torch.ones(2))[0].tolist() == [6, 2]
-    assert all(_torch.line_of(n) for n in gm.graph.nodes if n.op == "call_function")
+    assert all(_torch.node_line(n) for n in gm.graph.nodes if n.op == "call_function")
 
 
 def test_storage_ids_tell_views_from_copies():
@@ -420,11 +420,11 @@ def test_a_modules_own_attributes_and_statistics_are_listed():
 
 def test_a_write_changes_the_version_of_a_tensor():
     x = torch.ones(2)
-    before = memory.version_of(x)
+    before = memory.tensor_version(x)
     x.add_(1)
-    assert memory.version_of(x) != before
+    assert memory.tensor_version(x) != before
     with torch.inference_mode():
-        assert memory.version_of(torch.ones(2)) is None
+        assert memory.tensor_version(torch.ones(2)) is None
 
 
 def test_the_version_key_tells_new_memory_at_an_old_address():

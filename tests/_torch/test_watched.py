@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fzero._torch.call_site import _CallSite, current_call_site
-from fzero._torch.memory import is_real, memory_of
+from fzero._torch.memory import is_real, tensor_memory
 from fzero._torch.watched import WatchedOperation, record_node_lines, watch_operations, without_watchers
 
 
@@ -52,9 +52,9 @@ def test_an_operation_of_a_backward_pass_has_its_node_and_the_forward_line():
 
 def test_the_memory_of_a_tensor_is_known_by_its_bytes_and_not_kept_alive():
     x = torch.zeros(4, 3)
-    whole, row = memory_of(x), memory_of(x[1])
+    whole, row = tensor_memory(x), tensor_memory(x[1])
     assert whole.storage == row.storage and (whole.first, whole.stop, row.first, row.stop) == (0, 48, 12, 24)
-    assert memory_of(x.t())[:3] == whole[:3] and memory_of(x[:, 1])[1:3] == (4, 44)
+    assert tensor_memory(x.t())[:3] == whole[:3] and tensor_memory(x[:, 1])[1:3] == (4, 44)
     del x
     assert whole.is_freed and row.is_freed
 

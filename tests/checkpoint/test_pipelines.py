@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fzero
 from fzero import optim, tree
 from fzero.checkpoint.layout import local_tree
-from fzero.sharding._stacked_items import prefix_of
+from fzero.sharding._stacked_items import subtree_prefix
 from fzero.testing import assert_trees_close
 from tests.checkpoint.helpers import body_of, write_manifest
 from tests.checkpoint.states import same_bits
@@ -216,8 +216,8 @@ def test_a_state_that_is_stacked_without_boxes_is_not_taken_for_blocks(tmp_path)
 
 
 def test_a_list_with_the_same_ending_is_not_the_list_of_blocks():
-    assert prefix_of("opt_state.mu.blocks.0.w", "blocks.0.w") == "opt_state.mu."
-    assert prefix_of("opt_state.subblocks.0.w", "blocks.0.w") is None
+    assert subtree_prefix("opt_state.mu.blocks.0.w", "blocks.0.w") == "opt_state.mu."
+    assert subtree_prefix("opt_state.subblocks.0.w", "blocks.0.w") is None
 
 
 def test_a_stacked_list_without_its_tree_is_refused(tmp_path):

@@ -13,7 +13,7 @@ import fzero
 from fzero import optim, tree
 from fzero.parallel import context, experts
 from fzero.parallel import tensor as tp
-from fzero.tuning.models import init, shape_of
+from fzero.tuning.models import init, model_shape
 from fzero.tuning.models._forward_pass import ForwardOptions, compute_loss
 
 WIDTH = 64
@@ -155,7 +155,7 @@ def language_model(ranks: int, name: str, length: int, depth: int | None = None,
         depth: how many blocks; by default all.
         ep: the size of the axis over which experts are split.
     """
-    shape, policy = shape_of(name), fzero.Precision(param=torch.bfloat16)
+    shape, policy = model_shape(name), fzero.Precision(param=torch.bfloat16)
     opt = optim.chain(optim.clip_by_global_norm(1.0), optim.master_weights(optim.adamw(3e-4), policy))
     loss_fn = partial(compute_loss, shape, ForwardOptions(), lambda block: [fzero.remat(block, save=None)])
 

@@ -59,7 +59,7 @@ def test_a_padded_example_is_the_example_followed_by_padding(lengths, seed):
             "id": i,
             "name": "x",
         }
-        length = pad.length_of([i])
+        length = pad.padded_length([i])
         got = pad.pad_example(sample, length)
         assert got["id"] == i and got["name"] == "x" and "attention_mask" not in sample
         for name, filled in (("input_ids", 0), ("labels", -100), ("scores", 0.5)):

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 import fzero
 from fzero import optim, tree
 from fzero.graph import _trace_agreement
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop._loop import node_loop
 from fzero.ranks import _agreement
 from fzero.testing import assert_trees_close
 from tests.distributed.harness import Cases, into, run
@@ -212,7 +212,7 @@ def reductions_go_on_from_iteration_to_iteration(mesh: fzero.ranks.Mesh) -> None
             for a, b in zip(tree.tensors(eager), tree.tensors(fast), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
             (entry,) = jitted._entries.values()
-            assert [loop_of(n).carried_count > 0 for n in entry.best.graph.nodes if loop_of(n)] == [True]
+            assert [node_loop(n).carried_count > 0 for n in entry.best.graph.nodes if node_loop(n)] == [True]
             if backend == "fx":
                 held, fast = [fast], None
 
@@ -394,15 +394,15 @@ def ranks_that_would_order_collectives_differently_are_refused(mesh: fzero.ranks
     step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
     jitted = fzero.jit(step, backend="fx")
     params, state = jitted.init(mlp_params(), OPT)
-    original = _trace_agreement._digest_of_order
-    _trace_agreement._digest_of_order = lambda graph: original(graph) + str(mesh.rank)
+    original = _trace_agreement._collective_order_digest
+    _trace_agreement._collective_order_digest = lambda graph: original(graph) + str(mesh.rank)
     try:
         jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))
         raise AssertionError("accepted")
     except RuntimeError as error:
         assert "in the same order on all ranks" in str(error), error
     finally:
-        _trace_agreement._digest_of_order = original
+        _trace_agreement._collective_order_digest = original
     jitted(params, state, mesh.split(mlp_batch(2 * mesh.size)))  # nothing is lost
 
 

@@ -206,7 +206,7 @@ def each_process_loads_its_own_rows(mesh: fzero.ranks.Mesh) -> None:
     for m in (mesh, alike):
         numbered = fzero.data.batches(texts, m, global_batch=2 * mesh.size, seed=3, pad=pad)
         widths = [batch.value.shape[-1] for _, batch in numbered.steps(0, 4)]
-        assert widths == [pad.length_of(numbered.indices(i)) for i in range(4)], "on all ranks"
+        assert widths == [pad.padded_length(numbered.indices(i)) for i in range(4)], "on all ranks"
     w = {"w": torch.tensor([0.5, -3.0])}
 
     def of(mesh: fzero.ranks.Mesh) -> tuple[float, list[float]]:

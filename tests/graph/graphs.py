@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from fzero._torch import c10d, stand_ins_like, view_of
+from fzero._torch import buffer_view, c10d, stand_ins_like
 from fzero.graph.ir import GATHER_INTO, graph_results, is_collective, is_input
 from fzero.graph.run import _auto_backend, _backends
 
@@ -39,7 +39,7 @@ def arguments(shapes: Sequence[tuple[int, ...]], beside: Sequence[int] = ()) -> 
     if beside:
         buffer, at = torch.cat([results[i].flatten() for i in beside]), 0
         for i in beside:
-            results[i] = view_of(buffer, at, shapes[i])
+            results[i] = buffer_view(buffer, at, shapes[i])
             at += results[i].numel()
     return results
 

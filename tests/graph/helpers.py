@@ -11,7 +11,7 @@ from fzero import _torch, optim, tree
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.ir import graph_results, is_input
 from fzero.graph.run._segment import _graph_key
-from fzero.graph.run._segment_compiler import Code, name_of_code
+from fzero.graph.run._segment_compiler import Code, segment_name
 from tests.helpers import LEAST
 from tests.memory import peak_bytes
 from tests.optim.offloading import BF16, Row
@@ -28,7 +28,7 @@ def code_of(f: Any, *xs: torch.Tensor, name: str = "") -> Code:
     for node, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         node.meta["val"] = x
     return Code(
-        graph, stand_ins, [n.meta["val"] for n in graph_results(graph)], name or name_of_code(_graph_key(graph))
+        graph, stand_ins, [n.meta["val"] for n in graph_results(graph)], name or segment_name(_graph_key(graph))
     )
 
 

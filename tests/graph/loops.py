@@ -8,7 +8,7 @@ import torch
 
 from fzero import optim
 from fzero.graph import _entry
-from fzero.graph.loop._loop import loop_of
+from fzero.graph.loop._loop import node_loop
 from tests.graph.helpers import bitwise
 
 ADAMW = optim.adamw(1e-2, eps=1e-3)
@@ -28,7 +28,7 @@ def unroll() -> Iterator[None]:
 
 def loops(jitted: Any) -> list[Any]:
     (entry,) = jitted._entries.values()
-    return [loop for n in entry.best.graph.nodes if (loop := loop_of(n))]
+    return [loop for n in entry.best.graph.nodes if (loop := node_loop(n))]
 
 
 def assert_draws_alike(jitted: Any, step: Any, *args: Any) -> None:

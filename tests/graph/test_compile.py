@@ -24,7 +24,7 @@ from fzero import _torch, optim
 from fzero.graph.ir import is_input
 from fzero.graph.run import _auto_backend, _backends, _segment_compiler, _workers
 from fzero.graph.run._segment import _graph_key
-from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, name_of_code
+from fzero.graph.run._segment_compiler import Code, CompileError, can_load, compile_all, is_compiled, segment_name
 from fzero.graph.run._workers import Workers, _spare_cores
 from tests.graph.helpers import bitwise, code_of, needs_compiler
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
@@ -149,7 +149,7 @@ def test_a_graph_is_the_same_in_another_process():
     graph, stand_ins, outputs = make()
     for node, x in zip([n for n in graph.nodes if is_input(n)], stand_ins, strict=True):
         node.meta["val"] = x
-    assert name_of_code(_graph_key(graph)) == code.name
+    assert segment_name(_graph_key(graph)) == code.name
     for there, here in ((stand_ins, code.stand_ins), (outputs, code.outputs)):
         assert [(x.shape, x.stride(), x.dtype, x.device) for x in there] == [
             (x.shape, x.stride(), x.dtype, x.device) for x in here

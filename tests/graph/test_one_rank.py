@@ -7,7 +7,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.graph import _one_rank
-from fzero.sharding import spec_of
+from fzero.sharding import lookup_spec
 from fzero.sharding._boxes import Shard
 
 
@@ -23,5 +23,5 @@ def test_the_spec_of_a_unit_is_converted_once_whatever_its_leaves(monkeypatch):
     moved = _one_rank.one_rank_tree(params, {"dp": 8}, all_ranks=True)
     assert len(converted) == 2
     shards = [x for x in (*moved["a"], *moved["b"]) if isinstance(x, Shard)]
-    assert [dict(spec_of(x.spec_id).sharded_over) for x in shards] == [{"dp": 8}] * 2
+    assert [dict(lookup_spec(x.spec_id).sharded_over) for x in shards] == [{"dp": 8}] * 2
     assert all(x.data.is_meta for x in shards)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Node
 
-from fzero.graph.ir import is_input, stand_ins_of
+from fzero.graph.ir import is_input, node_stand_ins
 from fzero.graph.passes import donate, schedule
 from tests.graph import graphs
 from tests.graph.graphs import Sample, World, bits, lines, reverse_users, run, samples, snapshot
@@ -83,7 +83,7 @@ def test_stand_ins_of_a_passes_values_have_the_shapes_that_run(make, how):
             out = super().run_node(n)
             if n.op == "call_function":
                 results = [x for x in ([out] if isinstance(out, torch.Tensor) else out) if isinstance(x, torch.Tensor)]
-                assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in stand_ins_of(n)]
+                assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in node_stand_ins(n)]
             return out
 
     Checked(graph, World(sample.n, False)).run(*sample.args())

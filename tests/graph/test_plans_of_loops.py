@@ -199,9 +199,9 @@ def test_the_trace_agreement_of_ranks_covers_loops():
     differing = [a for a, b in zip(*map(_trace_agreement._node_signatures, (double, triple)), strict=True) if a != b]
     assert len(differing) > 1 and all("2.0" in a for a in differing)
     assert (
-        _trace_agreement._digest_of_order(lean)
-        == _trace_agreement._digest_of_order(rank_of(2.0, **orders[0])[1])
-        != _trace_agreement._digest_of_order(ahead)
+        _trace_agreement._collective_order_digest(lean)
+        == _trace_agreement._collective_order_digest(rank_of(2.0, **orders[0])[1])
+        != _trace_agreement._collective_order_digest(ahead)
     )
 
 

@@ -128,9 +128,13 @@ MUTANTS = [
         Fault("folders have no lock", "hold_lock", becomes("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH"), FOLDER),
     ),
     *File("checkpoint/_load.py", INPUT).faults(
-        Fault("a value by rank along one axis is read as one of another", "_list_problems", never("there != here")),
-        Fault("axes of one rank count among those of a value by rank", "_rows_of", dropped("A.size(B) > 1")),
-        Fault("a value of all ranks is read only on axes of its names", "_rows_of", never("A.size(B) == A.ranks")),
+        Fault(
+            "a value by rank along one axis is read as one of another",
+            "_list_problems",
+            never("saved_axes != local_axes"),
+        ),
+        Fault("axes of one rank count among those of a value by rank", "_varying_axes", dropped("A.size(B) > 1")),
+        Fault("a value of all ranks is read only on axes of its names", "_varying_axes", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),
         Fault("checksums of pages are not compared", "read_pages", never("A(B) != C.sum(D)"), DAMAGE),
         Fault(
@@ -190,7 +194,7 @@ MUTANTS = [
             becomes("A and B == source_shape[A] == C[A]", "A and B == source_shape[A]"),
             CHUNKS,
         ),
-        Fault("the offset within a chunk is ignored", "_offset_in", returns("at"), CHUNKS),
+        Fault("the offset within a chunk is ignored", "_offset_in", returns("offset"), CHUNKS),
         Fault("the rest of a row is not copied", "rectangles", never("A * B < C"), CHUNKS),
     ),
     *File("checkpoint/_tensor_bytes.py", SHARING).faults(
@@ -258,7 +262,7 @@ MUTANTS = [
     *File("checkpoint/layout/_json_values.py", DAMAGE).faults(
         Fault(
             "the parts of a dict value are not looked up in a checkpoint",
-            "paths_of",
+            "possible_paths",
             always("path in A or B or not C"),
             INPUT,
         ),

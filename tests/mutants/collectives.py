@@ -44,7 +44,7 @@ MUTANTS = [
         Fault("all_to_all returns the rank's own rows", "", bare("A.transpose(0, B.dim)")),
         Fault(
             "a message to half a rank is dropped",
-            "_pairs_of_ranks",
+            "_rank_pairs",
             dropped("is_int(r)"),
             ("tests/errors/test_programs.py",),
         ),
@@ -64,7 +64,7 @@ MUTANTS = [
         Fault(
             "a rank is sent the entry of another rank",
             "_exchange",
-            becomes("to", "source", at="3 of 4"),
+            becomes("target", "source", at="3 of 4"),
             on_processes("core", 4),
         ),
         Fault("internal messages have tags that users may use", "_TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),

@@ -24,7 +24,7 @@ MUTANTS = [
         Fault(
             "sequences are padded at their beginning",
             "_pad_tokens",
-            becomes("[0, missing]", "[missing, 0]"),
+            becomes("[0, padding]", "[padding, 0]"),
             LAYOUT + ATTENTION,
         ),
     ),

@@ -55,7 +55,7 @@ MUTANTS = [
             "Padding.pad_example",
             becomes("torch.arange(A, device='cpu') < B", "torch.arange(A) < A"),
         ),
-        Fault("a batch is padded to its shortest example", "Padding.length_of", becomes("max", "min")),
+        Fault("a batch is padded to its shortest example", "Padding.padded_length", becomes("max", "min")),
         Fault(
             "the lengths that pad most are chosen",
             "_choose_best_buckets",

@@ -36,7 +36,7 @@ MUTANTS = [
         Fault("mesh.split does not move the batch to the device", "Mesh.split", bare("device_put(A, self.device)")),
         Fault("mesh.local does not move the batch to the device", "Mesh.local", bare("device_put(A, self.device)")),
         Fault("a tensor on the right device is copied", "device_put", dropped("x.device == device")),
-        Fault("a real process may have the meta device", "mesh", never("own.type == 'meta'")),
+        Fault("a real process may have the meta device", "mesh", never("mesh_device.type == 'meta'")),
     ),
     *File("zero/_fill.py", DEVICE).faults(
         Fault(

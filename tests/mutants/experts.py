@@ -206,7 +206,7 @@ MUTANTS = [
         ),
         Fault(
             "a module that is no known mixture of experts is split",
-            "_axis_of",
+            "_registered_axis",
             becomes("A or B.func is not C", "not callable(B)"),
         ),
         Fault("a parameter that all experts share is split", "split_rule", dropped("len(A) == B")),
@@ -234,11 +234,11 @@ MUTANTS = [
         Fault("experts are planned in unequal parts", "_spec_on_mesh", never("A % B")),
     ),
     *File("optim/clipping/_clip_by_expert.py", CLIP).faults(
-        Fault("the norm of an expert is not summed over tp", "_row_sums_of_unit", never("A.dims[B] != 0")),
-        Fault("clip_experts ignores a name that no leaf has", "_layers_of_paths", never("A and not any(B)")),
+        Fault("the norm of an expert is not summed over tp", "_unit_row_sums", never("A.dims[B] != 0")),
+        Fault("clip_experts ignores a name that no leaf has", "_expert_layers", never("A and not any(B)")),
         Fault("a unit's long padding has several rows", "_row_ids", becomes("torch.where(A, 0, B)", "B")),
         Fault("the experts of a list are clipped as separate layers", "_layer_path", becomes("A.isdigit()", "False")),
-        Fault("the norm of an expert is summed over ep", "_row_sums_of_unit", always("A.dims[B] != 0")),
+        Fault("the norm of an expert is summed over ep", "_unit_row_sums", always("A.dims[B] != 0")),
         Fault("each leaf of an expert is clipped alone", "_layer_path", returns("path", at="2 of 2")),
         Fault("a rank counts its experts from 0", "_row_ids", becomes("unit_index(...)", "0")),
     ),

@@ -56,7 +56,7 @@ MUTANTS = [
         Fault("tensors without memory are said to share it", "Entry.run", skipped("A.check_real()")),
     ),
     *File("graph/_entry.py", DONATION).faults(
-        Fault("collectives over one rank are not dropped", "_groups_of_one", constant(1, 0), LONE_COLLECTIVES),
+        Fault("collectives over one rank are not dropped", "_one_rank_groups", constant(1, 0), LONE_COLLECTIVES),
         Fault(
             'the plan of backend "fx" assumes fused operations',
             "_pass_context",
@@ -100,7 +100,7 @@ MUTANTS = [
         Fault(
             "the input of a collective is freed before it completes",
             "_last_uses",
-            skipped("used += A.read_by(B(C))"),
+            skipped("used_storages += A.read_by(B(C))"),
             LIVE_RANGES,
         ),
         Fault("a kernel's workspace is not in the peak", "_unlabeled_ranges", returns("ranges"), OVERWRITE),
@@ -173,9 +173,11 @@ MUTANTS = [
             ),
         ),
         Fault(
-            "a pass is run again for settings that do not change it", "PassManager._after", always("key not in self.A")
+            "a pass is run again for settings that do not change it",
+            "PassManager._apply_cached",
+            always("key not in self.A"),
         ),
-        Fault("passes with different arguments share a result", "PassManager._after", dropped("arguments")),
+        Fault("passes with different arguments share a result", "PassManager._apply_cached", dropped("arguments")),
         Fault("two graphs with equally many nodes count as equal", "_are_equal", becomes("all(A)", "True")),
         Fault(
             "the body of a loop does not overwrite its sums",
@@ -238,7 +240,7 @@ MUTANTS = [
         ),
         Fault(
             "a write into a part of a tensor does not count as a write into the tensor",
-            "_base_of",
+            "_view_base",
             bare("A or B(C)"),
             LOOPS,
         ),
@@ -316,7 +318,7 @@ MUTANTS = [
     *File("graph/_trace_agreement.py", ORDER).faults(
         Fault(
             "the order of operations is not in a schedule's digest",
-            "_digest_of_order",
+            "_collective_order_digest",
             becomes("names = A", "names: list[str] = []"),
         ),
         Fault("loop bodies are not compared between the ranks", "_node_signatures", dropped("*A(B.C, D)"), LOOP_PLANS),
@@ -475,7 +477,7 @@ MUTANTS = [
         Fault("a branch that a new length takes otherwise is not checked", "AnyLength.entry", never("not self.A(B)")),
         Fault(
             "tensors captured at different lengths need not be equal",
-            "_formula_of_calls",
+            "_fit_calls",
             never("not all(A(B, C) for C in D)"),
         ),
         Fault("arguments with other strides use the code of the first strides", "AnyLength.entry", never("sizes != A")),

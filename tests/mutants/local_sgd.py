@@ -54,7 +54,7 @@ MUTANTS = [
     *File("local_sgd/_checkpoint.py", LOCAL).faults(
         Fault("replicas load the first one's state", "load_replicas", becomes("replica % replicas", "0")),
         Fault("a save of mixed replicas serves any number", "load_replicas", becomes("mix == 0 or A", "True")),
-        Fault("a cut save is loaded", "load_replicas", never("own['count'] != count")),
+        Fault("a cut save is loaded", "load_replicas", never("values['count'] != count")),
         Fault("a save between averages serves any number of replicas", "load_replicas", never("not is_same and A")),
     ),
     *File("ranks/_mesh.py", WORLD).faults(
@@ -67,7 +67,9 @@ MUTANTS = [
         Fault(
             "the end of a run averages the first part alone", "LocalSteps.average_now", becomes("range(A)", "range(1)")
         ),
-        Fault("an average is written into the arguments", "LocalSteps._run", never("not isinstance(A, Jitted)")),
+        Fault(
+            "an average is written into the arguments", "LocalSteps._run_local_step", never("not isinstance(A, Jitted)")
+        ),
     ),
     *File("local_sgd/_replica_sums.py", LOCAL).faults(
         Fault("a codec's codes are those of one replica", "wait_sum", becomes("A.sum(0)", "A[0]")),

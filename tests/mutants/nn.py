@@ -11,11 +11,13 @@ FLOAT8 = ("tests/nn/test_float8.py",)
 
 MUTANTS = [
     *File("parallel/tensor/_cross_entropy.py", CHUNKS).faults(
-        Fault("a label beside a chunk counts as the chunk's last class", "logits_of", becomes("A < B", "True")),
-        Fault("ignored labels add to the z loss", "loss_of_sums", skipped("A = torch.where(B, 0.0, A)")),
+        Fault(
+            "a label beside a chunk counts as the chunk's last class", "take_target_logits", becomes("A < B", "True")
+        ),
+        Fault("ignored labels add to the z loss", "combine_sums", skipped("A = torch.where(B, 0.0, A)")),
     ),
     *File("codecs/_quantize.py", FLOAT8).faults(
-        Fault("scales of float8 are no powers of two", "scales_of", never("A.is_float")),
+        Fault("scales of float8 are no powers of two", "block_scales", never("A.is_float")),
         Fault(
             "scales are rounded down, so that large numbers saturate", "_power_of_two", becomes("A + B & ~B", "A & ~B")
         ),
@@ -64,7 +66,9 @@ MUTANTS = [
     ),
     *File("nn/_matmul_precision.py", ("tests/nn/test_matmul_precision.py",)).faults(
         Fault(
-            "routers multiply in float8", "_default_layers", becomes("A if within else B", "within if within else B")
+            "routers multiply in float8",
+            "_default_layers",
+            becomes("A if block_layers else B", "block_layers if block_layers else B"),
         ),
         Fault("heads and input layers multiply in float8", "_default_layers", becomes("A.startswith(B)", "True")),
         Fault("the last layer without blocks multiplies in float8", "_default_layers", becomes("A[1:-1]", "A[1:]")),
@@ -82,7 +86,7 @@ MUTANTS = [
         Fault("a tile's result may have any number of tokens", "_check_tile", never("A or B or C")),
     ),
     *File("nn/_linear_cross_entropy.py", CHUNKS).faults(
-        Fault("logits are kept for the backward pass", "_sums_of_chunks", bare("remat(A)")),
+        Fault("logits are kept for the backward pass", "_chunked_sums", bare("remat(A)")),
         Fault(
             "the gradient of hidden states is summed in half precision",
             "_WideGradient.forward",
@@ -92,7 +96,7 @@ MUTANTS = [
         Fault("the sums of half precision are taken in half precision", "_chunk_sums", bare("at_least_float32(A)")),
         Fault("logits are not capped again", "_cap_logits", becomes("A * torch.tanh(B)", "torch.tanh(B)")),
         Fault("ranks add their sums without the maximum", "_combine_ranks", becomes("A[0].log() + B", "A[0].log()")),
-        Fault("smoothing divides by a rank's classes", "cross_entropy_of_head", becomes("len(A) * B(C)", "len(A)")),
+        Fault("smoothing divides by a rank's classes", "head_cross_entropy", becomes("len(A) * B(C)", "len(A)")),
     ),
     *File("nn/_lazy_logits.py", ("tests/nn/test_chunked_loss.py",)).faults(
         Fault("a head's scale is forgotten", "_LazyLogits._with_change", becomes("(*A, change)", "A")),
@@ -124,28 +128,33 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_models.py", ("tests/nn/test_longrope.py",)).faults(
-        Fault("a rank of split sequences knows its own positions alone", "_use_longest_of_ranks", always("A is None")),
-        Fault("the longest position has an angle of its own", "_use_longest_of_ranks", bare("A[..., :-1, :]")),
+        Fault("a rank of split sequences knows its own positions alone", "_use_longest_position", always("A is None")),
+        Fault("the longest position has an angle of its own", "_use_longest_position", bare("A[..., :-1, :]")),
     ),
     *File("nn/_apply.py", STEP).faults(
         Fault("ranks share a module's cached copy", "Apply._own_module", bare("B(A, C)")),
         Fault("ranks in lockstep run one module", "Apply._own_module", always("not A()")),
         Fault(
             "only a module's first call is checked for leftovers",
-            "Apply._run",
+            "Apply._run_and_check_writes",
             becomes("A not in self.B.C", "not self.B.C"),
             WRITTEN,
         ),
-        Fault("a trace after other calls is not checked for leftovers", "Apply._run", bare("B or A"), WRITTEN),
+        Fault(
+            "a trace after other calls is not checked for leftovers",
+            "Apply._run_and_check_writes",
+            bare("B or A"),
+            WRITTEN,
+        ),
         Fault(
             "a call that is differentiated after others is not checked for leftovers",
-            "Apply._run",
+            "Apply._run_and_check_writes",
             becomes("any(map(A, B.values()))", "False"),
             WRITTEN,
         ),
         Fault(
             "stand-ins that a trace leaves in a module are not removed",
-            "Apply._run",
+            "Apply._run_and_check_writes",
             becomes("A(B, traced=C)", "A(B, traced=False)"),
             LEFT,
         ),
@@ -160,7 +169,7 @@ MUTANTS = [
             "a function's default argument reads the original module", "_follow_function", becomes("A[1]", "parts[1]")
         ),
         Fault(
-            "a function's globals are not searched for the module", "_globals_of", never("A.opname == 'LOAD_GLOBAL'")
+            "a function's globals are not searched for the module", "_global_names", never("A.opname == 'LOAD_GLOBAL'")
         ),
     ),
     *File("nn/_remat_blocks.py", ("tests/nn/test_remat_blocks.py",)).faults(

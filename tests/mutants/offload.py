@@ -75,7 +75,7 @@ MUTANTS = [
         ),
         Fault(
             "a state without a shard is not matched with its parameter",
-            "OffloadPlan._parameter_of",
+            "OffloadPlan._parameter_unit",
             becomes("A(B.C).unit.split('.')", "A(B.C).unit.split('.') if B.has_shard else []"),
             OFFLOAD_RATIO,
         ),
@@ -179,7 +179,7 @@ MUTANTS = [
         Fault(
             "an overflow does not skip the host's part of an update",
             "_select_if_good",
-            returns("torch.where(good, new, old) if space == 'device' else new", at="2 of 2"),
+            returns("torch.where(is_finite, new, old) if space == 'device' else new", at="2 of 2"),
         ),
     ),
     *File("checkpoint/layout/_local_tree.py", OFFLOAD_DELAY).faults(
@@ -206,11 +206,11 @@ MUTANTS = [
             "_node_spaces",
             becomes("A.meta.get('space')", "A.meta.get('space', 'device')"),
         ),
-        Fault("an operation on tensors of both memories is accepted", "_space_of_result", dropped("device")),
-        Fault("a collective of host values is accepted", "_space_of_result", becomes("A and (B(C) or D)", "A and D")),
+        Fault("an operation on tensors of both memories is accepted", "_result_space", dropped("device")),
+        Fault("a collective of host values is accepted", "_result_space", becomes("A and (B(C) or D)", "A and D")),
         Fault(
             "a 0-d value on the device has no memory",
-            "_space_of_result",
+            "_result_space",
             becomes("A if device else None", "A if device and getattr(node.meta['val'], 'ndim', 1) else None"),
         ),
     ),
@@ -266,7 +266,9 @@ MUTANTS = [
         Fault(
             "each operation of a fused kernel is launched",
             "_Kernels.estimate_work",
-            becomes("Work(0.0, A, 0.0)", "Work(0.0, moved / self._hardware.memory_bandwidth, work.launch_seconds)"),
+            becomes(
+                "Work(0.0, A, 0.0)", "Work(0.0, memory_bytes / self._hardware.memory_bandwidth, work.launch_seconds)"
+            ),
         ),
     ),
     *File("graph/planning/_cost.py", COST).faults(

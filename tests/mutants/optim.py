@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     *File("sharding/elements/_leaf_subset.py", SIXTEEN_BIT).faults(
         Fault("a rank writes another rank's numbers", "scatter_subset", becomes("(A >= 0) & (A < k)", "A < k")),
-        Fault("a rank reads the first rank's elements", "places_of_subset", bare("A - B * C")),
+        Fault("a rank reads the first rank's elements", "subset_places", bare("A - B * C")),
     ),
     *File("sharding/elements/_by_leaf.py", SIXTEEN_BIT).faults(
         Fault("all ranks have the same draws", "unit_positions", bare("A + B"), ROUNDING),
@@ -163,14 +163,12 @@ MUTANTS = [
         Fault("Muon's rate is not scaled", "_SCALES", becomes("math.sqrt(max(1, A / B))", "1.0", at="all")),
     ),
     *File("optim/matrices/_matrix_shards.py", FULL_LEAVES).faults(
-        Fault(
-            "Muon takes one part of a split matrix for the matrix", "_map_stack_of_owner", becomes("reversed(A)", "()")
-        ),
+        Fault("Muon takes one part of a split matrix for the matrix", "_map_owner_stack", becomes("reversed(A)", "()")),
     ),
     *File("sharding/elements/_leaf_ids.py", OPTIM_LAWS).faults(
         Fault(
             "per_leaf gives a number to the first name of a tied leaf only",
-            "_numbers_of_leaves",
+            "_number_leaves",
             skipped("A[B] = A[C]"),
         ),
     ),
@@ -209,7 +207,7 @@ MUTANTS = [
             becomes("A[B] * C + axis_index(...)", "A[B]"),
             ("tests/parallel/tensor/test_training.py", "-k", "adafactor and 2"),
         ),
-        Fault("Adafactor mixes the columns of stacked matrices", "_indices_of_sums", bare("A + B // C * D")),
+        Fault("Adafactor mixes the columns of stacked matrices", "_sum_indices", bare("A + B // C * D")),
         Fault(
             "padding counts as a row",
             "_leaf_ranges",
@@ -220,10 +218,10 @@ MUTANTS = [
         ),
     ),
     *File("optim/_precision.py", SHARD_MASTERS).faults(
-        Fault("a shard of full leaves counts as a master", "Precision._dtype_of_shard", dropped("x.origin is None")),
-        Fault("a shard over no axis counts as a master", "Precision._dtype_of_shard", dropped("spec.axes")),
+        Fault("a shard of full leaves counts as a master", "Precision._shard_dtype", dropped("x.origin is None")),
+        Fault("a shard over no axis counts as a master", "Precision._shard_dtype", dropped("spec.axes")),
         Fault("programs run on master weights", "Precision.to_param", never("is_master")),
-        Fault("init rounds the shards that are masters", "Precision._dtype_of_shard", never("is_master and A and B")),
+        Fault("init rounds the shards that are masters", "Precision._shard_dtype", never("is_master and A and B")),
     ),
     *File("optim/wrappers/_master_weights.py", SHARD_MASTERS).faults(
         Fault("a state without masters trains half-precision shards", "_check_masters", never("A and B and C")),

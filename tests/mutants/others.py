@@ -164,7 +164,7 @@ MUTANTS = [
     *File("optim/_precision.py", HALF).faults(
         Fault(
             "parameters that stay in full precision get the narrow dtype",
-            "Precision.dtype_of",
+            "Precision.leaf_dtype",
             becomes("self.master", "self.param"),
         ),
     ),

@@ -186,7 +186,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/passes/_cat_into.py", ("tests/graph/passes/test_cat_into.py",)).faults(
-        Fault("a part that is read elsewhere is written too", "_are_exclusive", never("len(made.users) > 1 or A")),
+        Fault("a part that is read elsewhere is written too", "_are_exclusive", never("len(producer.users) > 1 or A")),
         Fault("all parts are written at the start", "_write_parts", becomes("A[x]", "0", at="2 of 2")),
         Fault("parts are written where memory is fuller before", "cat_into", dropped("_lowers_peak(A, B, C)")),
         Fault("cheap parts are written between a compiler's kernels", "_are_exclusive", dropped("fuses and A")),
@@ -197,12 +197,14 @@ MUTANTS = [
         ),
         Fault(
             "leaves in another order count as a buffer",
-            "_first_of_buffer",
+            "_first_buffer_leaf",
             (swapped("!=", "=="), becomes("list(A)", "[]")),
         ),
-        Fault("any padding counts as the unit's padding", "_first_of_buffer", dropped("fills")),
+        Fault("any padding counts as the unit's padding", "_first_buffer_leaf", dropped("fills")),
         Fault(
-            "leaves of several buffers count as one buffer", "_first_of_buffer", dropped("len({A(B) for B in C}) == 1")
+            "leaves of several buffers count as one buffer",
+            "_first_buffer_leaf",
+            dropped("len({A(B) for B in C}) == 1"),
         ),
         Fault("a concatenation that ends elsewhere counts as the old part", "_lies_in", bare("B == C and A")),
     ),

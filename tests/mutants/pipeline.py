@@ -12,9 +12,11 @@ PROCESSES = on_processes("pipeline")
 
 MUTANTS = [
     *File("parallel/pipeline/_pipeline.py", LAWS).faults(
-        Fault("micro-batches around a pipeline draw the same masks", "Pipeline._run.call_of", bare("B + A")),
+        Fault("micro-batches around a pipeline draw the same masks", "Pipeline._run_on_ranks.make_call", bare("B + A")),
         Fault(
-            "every micro-batch of a pipeline draws the same masks", "Pipeline._run.call_of", becomes("A + B", "0 * B")
+            "every micro-batch of a pipeline draws the same masks",
+            "Pipeline._run_on_ranks.make_call",
+            becomes("A + B", "0 * B"),
         ),
         Fault(
             "the number of blocks is not compared with depth=",
@@ -30,7 +32,7 @@ MUTANTS = [
         ),
         Fault(
             "a step may average over axes without the pipeline's",
-            "Pipeline._run",
+            "Pipeline._run_on_ranks",
             becomes("self.axis not in [A.name for A in B()]", "self.axis in ()"),
             ERRORS,
         ),

@@ -128,7 +128,7 @@ MUTANTS = [
         Fault(
             "a callback freezes a parameter that goes on training",
             "_StandIn.__torch_function__",
-            becomes("wanted != stand_in.requires_grad", "False"),
+            becomes("arguments != stand_in.requires_grad", "False"),
         ),
     ),
     *File("plugs/_lightning_settings.py", LIGHTNING).faults(
@@ -152,7 +152,11 @@ MUTANTS = [
         Fault("the given model keeps its memory", "_release_modules", skipped('module.to("meta")')),
     ),
     *File("plugs/_param_groups.py", TRAINER).faults(
-        Fault("a group's weight decay reaches all groups", "ParamGroups._of_group", becomes("name in members", "True")),
+        Fault(
+            "a group's weight decay reaches all groups",
+            "ParamGroups._group_optimizer",
+            becomes("name in members", "True"),
+        ),
         Fault(
             "a schedule of betas is not seen", "ParamGroups.rates", becomes("group[name] != value", "False"), LIGHTNING
         ),
@@ -163,7 +167,9 @@ MUTANTS = [
     ),
     *File("nn/_apply.py", ("tests/nn/test_functional.py",)).faults(
         Fault(
-            "a method that is made anew at each call is kept", "Apply._run", becomes('getattr(f, "__code__", f)', "f")
+            "a method that is made anew at each call is kept",
+            "Apply._run_and_check_writes",
+            becomes('getattr(f, "__code__", f)', "f"),
         ),
     ),
 ]

@@ -53,10 +53,14 @@ MUTANTS = [
             becomes("(A, B, C, D(E))", "(A, B, C, ())"),
         ),
         Fault(
-            "a cached stand-in of a view has memory of its own", "_metadata_of", becomes("A.get(storage_id(B))", "None")
+            "a cached stand-in of a view has memory of its own",
+            "_tensor_metadata",
+            becomes("A.get(storage_id(B))", "None"),
         ),
         Fault(
-            "an alias of a stand-in is on the meta device", "alias_of", becomes("A.fake_device", "torch.device('meta')")
+            "an alias of a stand-in is on the meta device",
+            "make_alias",
+            becomes("A.fake_device", "torch.device('meta')"),
         ),
         Fault(
             "a function runs anew for stand-ins of known metadata",
@@ -82,8 +86,14 @@ MUTANTS = [
             IN_PLACE,
         ),
         Fault("a stand-in is not copied when it is recorded", "_track", bare("B(A)")),
-        Fault("only the first of several results is recorded", "_record", becomes("enumerate(A)", "enumerate(A[:1])")),
-        Fault("the user's annotations of nodes are lost", "_record", dropped("**get_current_meta().get('custom', {})")),
+        Fault(
+            "only the first of several results is recorded", "_record_node", becomes("enumerate(A)", "enumerate(A[:1])")
+        ),
+        Fault(
+            "the user's annotations of nodes are lost",
+            "_record_node",
+            dropped("**get_current_meta().get('custom', {})"),
+        ),
         Fault("a compound operation counts as a plain one", "_is_plain", dropped("A.has_kernel_for_dispatch_key(B)")),
         Fault(
             "an operation whose shape depends on values is recorded as a plain one",
@@ -93,7 +103,7 @@ MUTANTS = [
         Fault("an operation meant as one node is recorded as its parts", "OneNode.__call__", never("mode is not None")),
         Fault(
             "a node of the backward pass has the line being run, not its forward line",
-            "_source_of_call",
+            "_call_source",
             (swapped("==", "!="), becomes("-1", "-2")),
             PLAN,
         ),
@@ -125,7 +135,7 @@ MUTANTS = [
         ),
         Fault(
             "the result of a segment does not have the traced strides",
-            "_with_strides_of",
+            "_match_strides",
             always("A or B(C, D)"),
             BORDERS,
         ),

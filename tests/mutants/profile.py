@@ -22,9 +22,9 @@ MUTANTS = [
         Fault("torch logs an error that it also raises", "_without_log.keep", returns("'' in record.getMessage()")),
     ),
     *File("_torch/recorder.py", PROFILING).faults(
-        Fault("a node of the backward pass never has its own forward line", "_source_of_call", bare("B or A")),
+        Fault("a node of the backward pass never has its own forward line", "_call_source", bare("B or A")),
         Fault("a module has the name of its class", "Stacks._name_within", never("A is B", at="2 of 2")),
-        Fault("functions within a module are called its modules", "Stacks._names_of", never("isinstance(A, str)")),
+        Fault("functions within a module are called its modules", "Stacks._call_names", never("isinstance(A, str)")),
         Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),
     ),
     *File("observe/_lines.py", PROFILING).faults(
@@ -39,7 +39,7 @@ MUTANTS = [
         Fault("the update counts as the forward pass", "_place_spans", constant("update", "forward")),
     ),
     *File("observe/_flame_chart.py", PROFILING).faults(
-        Fault("a profile colours its cheapest lines", "_colours_of_top", bare("-A")),
+        Fault("a profile colours its cheapest lines", "_top_colours", bare("-A")),
         Fault("labels of narrow bars overlap", "_cut_label", constant(4, 0)),
         Fault("bars are joined across different callers", "_bars", becomes("A[0][: C + 1]", "A[0][C : C + 1]")),
     ),

@@ -36,7 +36,7 @@ MUTANTS = [
             "_SubgraphBuilder.scalar_subgraph_for",
             never("A.target is B", at="2 of 2"),
         ),
-        Fault("the slices of micro-batches are made within segments", "parts_of_arguments", constant(1, 99), SUBGRAPHS),
+        Fault("the slices of micro-batches are made within segments", "argument_parts", constant(1, 99), SUBGRAPHS),
         Fault(
             "one segment writes memory that it reads by another argument",
             "_Boundaries.begins_subgraph",
@@ -96,7 +96,7 @@ MUTANTS = [
         ),
     ),
     *File("graph/run/_program.py", PROGRAM).faults(
-        Fault("a register is freed before its last use", "_registers_of", bare("[*B.ins, *A]")),
+        Fault("a register is freed before its last use", "_instruction_registers", bare("[*B.ins, *A]")),
     ),
     *File("graph/run/_segment.py", SUBGRAPHS).faults(
         Fault("the factor of a clip is computed again in each loop", "make_segment", dropped("*A(B, C)")),
@@ -197,7 +197,7 @@ MUTANTS = [
         ),
         Fault(
             "calls that differ in several sizes count as two lengths",
-            "Lengths.length_of",
+            "Lengths.call_length",
             becomes("len(A) != 1 or B", "not A"),
         ),
         Fault("ranks do not agree on code for all lengths", "for_all_lengths", becomes("mesh", "None"), SLOW_ON_GLOO),

@@ -43,9 +43,9 @@ MUTANTS = [
         Fault("a gradient that is sent early comes late", "Durations.until_output", never("A == B and C"), LAWS),
     ),
     *File("parallel/schedules/_actions.py", CHECK).faults(
-        Fault("B does not wait for its forward pass", "inputs_of", bare("(B('F', C, D), *A)")),
-        Fault("W does not wait for I", "inputs_of", dropped("A('G', s, B)")),
-        Fault("a backward pass does not wait for the next stage's", "inputs_of", never("A + 1 < B"), LAWS),
+        Fault("B does not wait for its forward pass", "action_inputs", bare("(B('F', C, D), *A)")),
+        Fault("W does not wait for I", "action_inputs", dropped("A('G', s, B)")),
+        Fault("a backward pass does not wait for the next stage's", "action_inputs", never("A + 1 < B"), LAWS),
         Fault("I frees the residuals", "IN_FLIGHT_CHANGE", (becomes("0", "-1"), becomes("'W': -1", "'W': 0")), LAWS),
     ),
     *File("parallel/schedules/_greedy.py", LAWS).faults(

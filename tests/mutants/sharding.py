@@ -25,7 +25,7 @@ MUTANTS = [
                 before("class A(...): ...", "_LAST: dict = {}"),
                 in_symbol("Shard.__init__", becomes("A is None", "_LAST.setdefault(spec_id, A) is None")),
                 in_symbol("Shard.__init__", becomes("A(B, C(D))", "A(_LAST[spec_id], C(D))")),
-                in_symbol("box_of", becomes("A(B, spec_id)", "A(B, spec_id, _LAST.get(spec_id))")),
+                in_symbol("make_box", becomes("A(B, spec_id)", "A(B, spec_id, _LAST.get(spec_id))")),
             ),
             LAWS,
         ),
@@ -54,7 +54,7 @@ MUTANTS = [
     *File("graph/ir/_storages.py", LIVE_RANGES).faults(
         Fault(
             "every item of a tuple has the first item's storage",
-            "_storages_of_item",
+            "_item_storages",
             becomes("(A.B[C][D],)", "(A.B[C][0],)"),
         ),
     ),
@@ -67,7 +67,7 @@ MUTANTS = [
         ),
         Fault(
             "the items of a result are numbered without None",
-            "_record",
+            "_record_node",
             becomes("enumerate(A)", "enumerate([y for y in A if y is not None])"),
         ),
         Fault("other traces record one node, too", "OneNode.__call__", bare("A and B is not None")),

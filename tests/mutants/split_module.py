@@ -27,7 +27,7 @@ MUTANTS = [
         Fault("a block may write its buffers", "_read_only", dropped("mutable_names=frozenset()")),
         Fault(
             "some blocks may be left out",
-            "_SplitModule._record",
+            "_SplitModule._record_blocks",
             becomes("raise ValueError(A(B, C.count))", "return C"),
         ),
         Fault("a block's arguments may depend on parameters", "_SplitModule.block_arguments", never("A.B(C)")),
@@ -37,7 +37,9 @@ MUTANTS = [
             (dropped("**A", at="2 of 4"), dropped("**shared")),
         ),
         Fault("join returns the blocks' parameters only", "_SplitModule.join", returns("block_params")),
-        Fault("blocks that return tuples are not supported", "_SplitModule._record", becomes("[*A]", "[A.TENSOR]")),
+        Fault(
+            "blocks that return tuples are not supported", "_SplitModule._record_blocks", becomes("[*A]", "[A.TENSOR]")
+        ),
         Fault(
             "a block's arguments are recorded in the module's dtype, not in dtype=",
             "_SplitModule.block_arguments",

@@ -32,12 +32,12 @@ MUTANTS = [
         Fault("blocks that another schedule stacked are accepted", "_check_stacked", never("A != B.C")),
     ),
     *File("parallel/pipeline/_pipeline.py", OUTPUTS).faults(
-        Fault("pipeline stages may get different batches", "Pipeline._run", bare("B(batch, A)"), ERRORS),
+        Fault("pipeline stages may get different batches", "Pipeline._run_on_ranks", bare("B(batch, A)"), ERRORS),
         Fault("outputs keep a graph", "Pipeline.outputs.outputs", becomes("with torch.no_grad(): ...", "if True: ...")),
         Fault("outputs returns the loss's values", "Pipeline.outputs", bare("replace(A, last=B)")),
     ),
     *File("sharding/_stacked_items.py", TOOLS).faults(
-        Fault("a list whose name has the same ending is taken", "prefix_of", bare("f'.{A}'"), CHECKPOINT),
+        Fault("a list whose name has the same ending is taken", "subtree_prefix", bare("f'.{A}'"), CHECKPOINT),
         Fault("a stacked block's path is its slot, not its number", "path_on_rank", becomes("A.B(C)", "B")),
         Fault(
             "every rank's block has the first rank's number",
@@ -100,7 +100,7 @@ MUTANTS = [
         Fault(
             "the keys of DCP are those of the rank's slots",
             "_keys_in_full_list",
-            becomes("A.B", "keys[at]", at="3 of 3"),
+            becomes("A.B", "keys[depth]", at="3 of 3"),
         ),
     ),
     *File("nn/_module_pipeline.py", NN).faults(

@@ -48,14 +48,14 @@ MUTANTS = [
         Fault("a full weight is accepted as a part", "check_part", never("A > 1")),
     ),
     *File("parallel/tensor/_cross_entropy.py", FUNCTIONS).faults(
-        Fault("an unknown target gives a finite loss", "loss_of_sums", becomes("math.nan", "nll")),
+        Fault("an unknown target gives a finite loss", "combine_sums", becomes("math.nan", "nll")),
         Fault("each rank subtracts its own maximum", "_row_sums", bare("B('all_gather', A, C, -1)")),
         Fault(
             "the mean of logits divides by the rank's part of the vocabulary",
             "cross_entropy",
             becomes("A * B(C(D))", "A"),
         ),
-        Fault("ignored targets count in the mean", "loss_of_sums", becomes("(~A).sum", "A.numel")),
+        Fault("ignored targets count in the mean", "combine_sums", becomes("(~A).sum", "A.numel")),
         Fault("cross_entropy computes in half precision", "cross_entropy", bare("at_least_float32(A)")),
     ),
     *File("axes/_rules.py", AXES).faults(

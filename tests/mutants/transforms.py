@@ -102,19 +102,19 @@ MUTANTS = [
     *File("transforms/_stage_transforms.py", WRITES).faults(
         Fault(
             "a write through .data is lost",
-            "_origin_of",
+            "_box_origin",
             becomes("not A(B, C(D.data))", "False and not A(B, C(D.data))"),
         ),
     ),
     *File("transforms/_gradient_groups.py", OWN).faults(
         Fault(
             "gradients of PerRank values are summed over the ranks",
-            "_group_of_per_rank",
+            "_per_rank_group",
             dropped("box.A is not None and B"),
         ),
         Fault(
             "gradients of a PerRank value's copies are not summed",
-            "_group_of_per_rank",
+            "_per_rank_group",
             never("box.A is not None and B"),
         ),
         Fault("a differentiated tensor may differ by rank", "open_argument", skipped("A(B, C, D, E)")),
@@ -124,20 +124,20 @@ MUTANTS = [
             bare("[B('pvary', C, D(E.F), G()) for C in A]"),
             ("tests/transforms/test_derivatives_of_gradients.py",),
         ),
-        Fault("replicated leaves get no gradient", "_groups_of_replicated", constant("replicated", None), LAWS),
+        Fault("replicated leaves get no gradient", "_replicated_groups", constant("replicated", None), LAWS),
         Fault(
             "the replicas of a shard keep different gradients",
-            "_group_of_shard",
+            "_shard_group",
             becomes("A = [B for B in C if D]", "A: list[Axis] = []"),
             AXES,
         ),
         Fault(
             "gradients of experts are averaged over the experts' axis",
-            "_group_of_shard",
+            "_shard_group",
             becomes("A.name not in B(C).D", "A.name not in shard_axes"),
             AXES,
         ),
-        Fault("gradients are rounded before the update", "_group_of_shard", bare("A.to(B)"), HALF),
+        Fault("gradients are rounded before the update", "_shard_group", bare("A.to(B)"), HALF),
     ),
     *File("transforms/_loss_scale.py", LOSS_SCALING).faults(
         Fault(
@@ -167,7 +167,7 @@ MUTANTS = [
         Fault("remat maps values that no vmap batches", "Map.derive.one", becomes("A(y)", "True"), REMAT_SHARDED),
     ),
     *File("transforms/_indexed_tree.py", REMAT).faults(
-        Fault("remat drops the origin", "_indices_of", always("A.B is None"), REMAT_SHARDED),
+        Fault("remat drops the origin", "_argument_indices", always("A.B is None"), REMAT_SHARDED),
     ),
     *File("transforms/_remat_guards.py", ("tests/transforms/test_remat_guards.py",)).faults(
         Fault("remat does not detect captured tensors", "Guard.__torch_function__", never("A(B)", at="1 of 3")),

@@ -208,7 +208,7 @@ MUTANTS = [
     *File("tuning/machines/_named_machines.py", TUNE).faults(
         Fault(
             "a calibrated machine is replaced by the CPU's constants",
-            "machine_of",
+            "find_machine",
             returns("MACHINES['cpu']", at="2 of 3"),
             CALIBRATE,
         ),
@@ -260,7 +260,7 @@ MUTANTS = [
         Fault("attention is free on a CPU", "flops", skipped("A = B.get(A, A)")),
     ),
     *File("tuning/models/_steps.py", MODELS).faults(
-        Fault("the other half of the blocks recomputes too", "_forms_of_block", never("A == B")),
+        Fault("the other half of the blocks recomputes too", "_block_variants", never("A == B")),
     ),
     *File("tuning/models/_forward_pass.py", MODELS).faults(
         Fault("a chunked loss has all logits at once", "head_loss", never("A.chunked")),
@@ -333,7 +333,7 @@ MUTANTS = [
         ),
     ),
     *File("tuning/exports/_accelerate.py", EXPORTS).faults(
-        Fault("accelerate sums once a step at stage 2", "_differences", swapped("A.accumulation > 1", "<")),
+        Fault("accelerate sums once a step at stage 2", "_list_differences", swapped("A.accumulation > 1", "<")),
     ),
     *File("tuning/exports/_torchtitan.py", EXPORTS).faults(
         Fault("torchtitan's step has a rank's tokens", "_apply_plan", becomes("c.global_batch", "c.accumulation")),
@@ -348,7 +348,7 @@ MUTANTS = [
             "deepspeed_states",
             becomes("_BUCKET_ELEMENTS + live", "_BUCKET_ELEMENTS"),
         ),
-        Fault("experts count whole on each rank", "sizes_of", becomes("config.ep", "1")),
+        Fault("experts count whole on each rank", "count_parameters", becomes("config.ep", "1")),
         Fault("gradients of earlier micro-batches are left out", "StateBytes.peak", bare("A + self.gradients * B")),
     ),
     *File("tuning/_recipe.py", PARALLELISM).faults(

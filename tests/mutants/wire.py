@@ -32,7 +32,7 @@ MUTANTS = [
             becomes("A(B, nan=C, posinf=C)", "A(B, nan=0.0, posinf=C)"),
         ),
         Fault("the second half of a byte is the first", "pack", becomes("A << 4", "low << 4")),
-        Fault("a scale is half as large", "scales_of", becomes("A / B.largest", "A / (2 * B.largest)")),
+        Fault("a scale is half as large", "block_scales", becomes("A / B.largest", "A / (2 * B.largest)")),
     ),
     *File("codecs/_codec.py", CODECS).faults(
         Fault(
@@ -51,11 +51,11 @@ MUTANTS = [
     ),
     *File("sharding/maps/_coded_rows.py", CODED).faults(
         Fault("each rank has scales of its own", "", becomes("A.amax(0)", "A[0]")),
-        Fault("the sums of codes have too few bytes", "_bytes_of_sum", becomes("A * ranks", "A")),
-        Fault("sums of bytes are never negative", "sums_of_bytes", becomes("A - (1 << B)", "A")),
+        Fault("the sums of codes have too few bytes", "_bytes_per_sum", becomes("A * ranks", "A")),
+        Fault("sums of bytes are never negative", "decode_sums", becomes("A - (1 << B)", "A")),
         Fault("a rank adds its own codes alone", "sum_payloads", becomes("A.sum(0)", "A[0]")),
         Fault("over a further axis a rank takes its own sum alone", "add_sums", becomes("A.sum(0)", "A[0]")),
-        Fault("a sum of sums has the bytes of one rank's codes", "_bytes_of_parts", becomes("options.ranks", "1")),
+        Fault("a sum of sums has the bytes of one rank's codes", "_part_bytes", becomes("options.ranks", "1")),
     ),
     *File("sharding/maps/_coded.py", CODED).faults(
         Fault(
@@ -80,7 +80,7 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_gradient_groups.py", CODED).faults(
-        Fault("an unsharded program does not round", "_groups_of_tensors", dropped("rounding=A")),
+        Fault("an unsharded program does not round", "_tensor_groups", dropped("rounding=A")),
         Fault("full leaves of stages 0 and 1 are not rounded", "_round_leaves", always("key is None")),
     ),
     *File("optim/_precision.py", CODED).faults(

@@ -92,7 +92,9 @@ MUTANTS = [
             "is_opt_state",
             becomes("any(is_opt_state(A) for A in B)", "False"),
         ),
-        Fault("a state of an optimizer is taken for parameters", "is_opt_state", becomes("_is_of_optim(A)", "False")),
+        Fault(
+            "a state of an optimizer is taken for parameters", "is_opt_state", becomes("_is_optim_class(A)", "False")
+        ),
     ),
     *File("zero/_sharded_step.py", ("tests/optim/test_optim.py", "-k", "advises_leafwise")).faults(
         Fault(

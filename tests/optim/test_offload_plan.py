@@ -10,7 +10,7 @@ from fzero import optim
 from fzero.collectives import to_host
 from fzero.optim._offload_plan import _to_fraction, plan_offload
 from fzero.sharding._boxes import Shard
-from fzero.sharding._spec import spec_of
+from fzero.sharding._spec import lookup_spec
 
 
 def params_at(stage: int, **leaves: torch.Tensor) -> Any:
@@ -27,7 +27,7 @@ def test_an_offload_ratio_is_the_decimal_fraction_that_was_written():
 def test_a_unit_that_only_the_state_has_takes_the_average_share():
     plan = plan_offload(params_at(3, w=torch.ones(64)), 0.25)
     state = params_at(3, v=torch.ones(3, 32))
-    assert spec_of(plan._spec_id_in_pieces(state["v"].spec_id)).host == Fraction(1, 4)
+    assert lookup_spec(plan._spec_id_in_pieces(state["v"].spec_id)).host == Fraction(1, 4)
 
 
 def test_full_parameters_stay_whole_where_boxes_alone_are_split():

@@ -24,17 +24,17 @@ def list_keys(values: Any, sources: Mapping[str, LeafSource]) -> dict[str, KeyPa
     except ValueError:  # the user registered a pytree node without names for its children
         return {}
     paths, _, _ = tree.flatten_with_paths(values, is_entry)
-    keys_by_path = {path: tuple(map(_key_of, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
+    keys_by_path = {path: tuple(map(_plain_key, keys)) for path, (keys, _) in zip(paths, pairs, strict=True)}
     return {path: _keys_in_full_list(keys_by_path[source.path], source) for path, source in sources.items()}
 
 
 def _keys_in_full_list(keys: KeyPath, source: LeafSource) -> KeyPath:
     """Return the keys that lead to a leaf in the full list, given its keys in a stacked list."""
-    at = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == source.list), None)
-    return keys if at is None else (*keys[:at], source.item_index, *keys[at + 1 :])
+    depth = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == source.list), None)
+    return keys if depth is None else (*keys[:depth], source.item_index, *keys[depth + 1 :])
 
 
-def _key_of(key: Any) -> str | int:
+def _plain_key(key: Any) -> str | int:
     if isinstance(key, pytree.SequenceKey):
         return key.idx
     return str(key.name) if isinstance(key, pytree.GetAttrKey) else str(key.key)
@@ -49,12 +49,12 @@ def name_leaves(layout: TreeLayout, name: NameMap | None) -> dict[str, str]:
     if name is not None:
         check_callable("name", name, "a function from a leaf's path to its name in the checkpoint")
     names = {path: path if name is None else name(path) for path in [*layout.leaf_index, *layout.values]}
-    used = [(names[path], path) for path in layout.leaf_index]
-    used += [
+    named_paths = [(names[path], path) for path in layout.leaf_index]
+    named_paths += [
         (part, path) for path, value in layout.values.items() for part, _, _ in flatten_value(names[path], (), value)
     ]
     first: dict[str, str] = {}
-    for n, path in used:
+    for n, path in named_paths:
         if n in first:
             raise ValueError(f"leaves {first[n]!r} and {path!r} have one name, {n!r}: expected a name for each")
         first[n] = path

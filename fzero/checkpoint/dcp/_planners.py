@@ -177,6 +177,6 @@ def _check_leaves(folder: str, theirs: dict[str, str], ours: dict[str, str], par
         [] if partial else [f"the tree has no leaf {n!r} ({text})" for n, text in theirs.items() if n not in ours]
     )
     if problems:
-        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        rest_text = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave leaves out" if all("the tree has no" in x for x in problems) else ""
-        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
+        raise CheckpointError(f"{folder!r} is of another tree: " + "; ".join(problems[:3]) + rest_text + hint)

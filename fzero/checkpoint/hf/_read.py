@@ -97,21 +97,21 @@ def _check_leaves(files: Files, stored: dict[str, StoredTensor], leaves: Sequenc
     Raises:
         CheckpointError: if the leaves differ. The message names the first three.
     """
-    problems, used = list[str](), set[str]()
+    problems, used_names = list[str](), set[str]()
     for _, leaf, paths, names in leaves:
-        used.update(names)
+        used_names.update(names)
         if not any(name in stored for name in names):
             as_name = "" if names[0] == paths[0] else f" for leaf {paths[0]!r}"
             problems.append(f"it has no tensor {names[0]!r}{as_name} ({leaf})")
         for path, name in zip(paths, names, strict=True):
             if name in stored and (stored[name].shape != leaf.shape or not _can_cast(stored[name].dtype, leaf.dtype)):
                 problems.append(f"tensor {name!r} is {stored[name]} there, and leaf {path!r} is {leaf}")
-    surplus = [] if partial else [name for name in stored if name not in used]
+    surplus = [] if partial else [name for name in stored if name not in used_names]
     problems += [f"the tree has no leaf for its tensor {name!r} ({stored[name]})" for name in surplus]
     if problems:
-        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        rest_text = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave tensors out" if len(surplus) == len(problems) else ""
-        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + more + hint)
+        raise CheckpointError(f"{files.path!r} is of another tree: " + "; ".join(problems[:3]) + rest_text + hint)
 
 
 def _can_cast(source: torch.dtype | None, target: torch.dtype) -> bool:

@@ -84,9 +84,9 @@ def tensors_in(files: Files) -> FolderTensors:
     return FolderTensors(tensors, crc)
 
 
-def _read_bytes(files: Files, name: str, at: int, numel: int) -> bytes:
+def _read_bytes(files: Files, name: str, offset: int, numel: int) -> bytes:
     data = bytearray(numel)
-    files.read_into(name, at, [memoryview(data)])
+    files.read_into(name, offset, [memoryview(data)])
     return bytes(data)
 
 
@@ -119,8 +119,8 @@ def _read_weight_map(files: Files) -> dict[str, str]:
 def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]:
     """Read a file's header: its tensors, and a checksum of the header."""
 
-    def check(holds: bool, reason: str) -> None:
-        if not holds:
+    def check(condition: bool, reason: str) -> None:
+        if not condition:
             raise DamagedError(f"{files.path!r}: {name} is damaged: {reason}")
 
     size = files.size(name)
@@ -157,9 +157,9 @@ def _read_entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, 
     if type(kind) is not str or not _is_sizes(shape, _MAX_DIMS) or not _is_sizes(offsets, 2) or len(offsets) != 2:
         return None, 0
     start, stop = offsets
-    stored = StoredTensor(name, kind, tuple(shape), base + start)
-    fits = start <= stop and (stored.dtype is None or math.prod(shape) * stored.dtype.itemsize == stop - start)
-    return (stored, base + stop) if fits else (None, 0)
+    tensor = StoredTensor(name, kind, tuple(shape), base + start)
+    fits_range = start <= stop and (tensor.dtype is None or math.prod(shape) * tensor.dtype.itemsize == stop - start)
+    return (tensor, base + stop) if fits_range else (None, 0)
 
 
 def _is_sizes(x: Any, limit: int) -> TypeGuard[list[int]]:

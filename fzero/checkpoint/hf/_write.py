@@ -150,18 +150,18 @@ def _lay_out_file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) ->
     """Lay out a file: larger elements first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     ranges = list[tuple[int, StoredTensor]]()
-    at = 0
+    offset = 0
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
-        end = at + leaf.leaf.numel * kind.itemsize
+        end = offset + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
-        entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [at, end]}
-        ranges.append((leaf.index, StoredTensor(name, NAMES[kind], shape, at)))
-        at = end
+        entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [offset, end]}
+        ranges.append((leaf.index, StoredTensor(name, NAMES[kind], shape, offset)))
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     head = len(text).to_bytes(8, "little") + text
     tensors = {index: stored._replace(offset=stored.offset + len(head)) for index, stored in ranges}
-    return _SafetensorsFile(name, head, len(head) + at, tensors)
+    return _SafetensorsFile(name, head, len(head) + offset, tensors)
 
 
 _SHARD_FILE = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -210,7 +210,7 @@ def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: st
                 for run in runs(piece.range, ChunkRange(full_chunk(leaf.shape), 0, leaf.numel)):
                     _write_run(
                         fd=fds[i],
-                        to=plan[i].tensors[piece.leaf],
+                        target=plan[i].tensors[piece.leaf],
                         first=run.target_offset,
                         x=x.detach(),
                         start=start + run.source_offset,
@@ -223,26 +223,26 @@ def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: st
             os.close(fd)
 
 
-def _write_run(fd: int, to: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
+def _write_run(fd: int, target: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
     """Write elements of a tensor to their range of a file. If they must be cast, they are cast in small parts."""
-    assert to.dtype is not None
-    at = to.offset + first * to.dtype.itemsize
-    if to.dtype == x.dtype:
+    assert target.dtype is not None
+    offset = target.offset + first * target.dtype.itemsize
+    if target.dtype == x.dtype:
         for view in byte_views(x, start, start + numel):
-            at = _write_at(fd, view, at)
+            offset = _write_at(fd, view, offset)
         return
-    step = max(_CHUNK_BYTES // max(to.dtype.itemsize, x.element_size()), 1)
+    step = max(_CHUNK_BYTES // max(target.dtype.itemsize, x.element_size()), 1)
     for i in range(start, start + numel, step):
-        part = slice_elements(x, i, min(i + step, start + numel)).to("cpu", to.dtype).contiguous()
-        at = _write_at(fd, view_bytes(part), at)
+        part = slice_elements(x, i, min(i + step, start + numel)).to("cpu", target.dtype).contiguous()
+        offset = _write_at(fd, view_bytes(part), offset)
 
 
-def _write_at(fd: int, view: memoryview, at: int) -> int:
+def _write_at(fd: int, view: memoryview, offset: int) -> int:
     """Write bytes at an offset of a file, in several system calls if necessary; return where they end."""
     while len(view):
-        count = os.pwrite(fd, view, at)
-        view, at = view[count:], at + count
-    return at
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+    return offset
 
 
 def _rename_files(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: str) -> None:

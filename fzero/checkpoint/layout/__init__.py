@@ -2,7 +2,7 @@
 
 from fzero.checkpoint.layout._bounded_json import parse_json
 from fzero.checkpoint.layout._chunks import ChunkRange, full_chunk, rectangles, runs
-from fzero.checkpoint.layout._json_values import is_empty, is_none, paths_of, values_like
+from fzero.checkpoint.layout._json_values import is_empty, is_none, possible_paths, values_like
 from fzero.checkpoint.layout._local_tree import LocalPiece, LocalTree, PlainMemory, is_entry, local_tree
 from fzero.checkpoint.layout._manifest import (
     DTYPES,
@@ -45,7 +45,7 @@ __all__ = [
     "local_tree",
     "parse",
     "parse_json",
-    "paths_of",
+    "possible_paths",
     "read_manifest",
     "rectangles",
     "runs",

@@ -111,9 +111,9 @@ def _common_runs(
         yield _CommonRun(_offset_in(first, source, source_shape), _offset_in(first, target, target_shape), numel)
 
 
-def _offset_in(element: tuple[int, ...], within: ChunkRange, shape: tuple[int, ...]) -> int:
+def _offset_in(element: tuple[int, ...], chunk_range: ChunkRange, shape: tuple[int, ...]) -> int:
     """Return the offset in a range of an element, which has an index along each dimension."""
-    at = 0
-    for i, (offset, _), size in zip(element, within.chunk, shape, strict=True):
-        at = at * size + i - offset
-    return at - within.start
+    offset = 0
+    for i, (first, _), size in zip(element, chunk_range.chunk, shape, strict=True):
+        offset = offset * size + i - first
+    return offset - chunk_range.start

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["is_empty", "is_json", "is_none", "paths_of", "values_like"]
+__all__ = ["is_empty", "is_json", "is_none", "possible_paths", "values_like"]
 
 
 def is_json(x: Any) -> bool:
@@ -42,11 +42,11 @@ def _value_like(path: str, value: Any, saved: Mapping[str, Any]) -> Any:
     return {key: _value_like(_join_path(path, key), x, saved) for key, x in value.items()}
 
 
-def paths_of(path: str, value: Any, saved: Mapping[str, Any]) -> list[str]:
+def possible_paths(path: str, value: Any, saved: Mapping[str, Any]) -> list[str]:
     """List the paths at which the checkpoint may hold a value or its parts."""
     if path in saved or type(value) is not dict or not value:
         return [path]
-    return [p for key, x in value.items() for p in paths_of(_join_path(path, key), x, saved)]
+    return [p for key, x in value.items() for p in possible_paths(_join_path(path, key), x, saved)]
 
 
 def _join_path(path: str, key: str) -> str:

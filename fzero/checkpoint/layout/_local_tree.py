@@ -205,10 +205,11 @@ class _LocalTreeBuilder:
         """Add a unit's groups to the layout, one for all its leaves that are split alike, with the shard's memory."""
         spec: Spec = shard.spec
         indices = {index for _, index in members}
-        missing = [path for index, path in enumerate(spec.paths) if index not in indices]
-        if missing:
+        absent_paths = [path for index, path in enumerate(spec.paths) if index not in indices]
+        if absent_paths:
             raise ValueError(
-                f"{self.label} has only part of unit {spec.unit!r}, without leaf {missing[0]!r}: give the whole unit"
+                f"{self.label} has only part of unit {spec.unit!r}, without leaf {absent_paths[0]!r}: give the whole "
+                "unit"
             )
         axes = tuple([name for name, _ in self.mesh if name in spec.varies]) if self.is_simulated else ()
         memory = _BoxMemory(tuple([x if axes else x[None] for x in shard.pieces]), axes)

@@ -121,9 +121,9 @@ class Manifest:
 
         It raises a DamagedError if the file's size does not match its leaves.
         """
-        return functools.cache(self._base_of)
+        return functools.cache(self._data_start)
 
-    def _base_of(self, rank: int) -> int:
+    def _data_start(self, rank: int) -> int:
         base = len(header(self.layout, rank))
         if base + self.layout.starts(rank)[-1] != self.files[rank].size:
             raise DamagedError(f"{MANIFEST} is damaged: the size of {self.names[rank]} does not match its leaves")
@@ -203,14 +203,14 @@ def data_name(nonce: str, rank: int, ranks: int) -> str:
 def header(layout: TreeLayout, rank: int) -> bytes:
     """Return the header of a rank's file, in safetensors' format, so that any safetensors reader reads the ranges."""
     entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT}}
-    at = 0
+    offset = 0
     for piece in layout.owned_pieces(rank):
         leaf = layout.leaves[piece.leaf]
-        end = at + piece.numel * leaf.dtype.itemsize
+        end = offset + piece.numel * leaf.dtype.itemsize
         pairs = leaf.dtype == torch.complex128
         name, numel = ("F64", 2 * piece.numel) if pairs else (NAMES[leaf.dtype], piece.numel)
-        entries[leaf.path] = {"dtype": name, "shape": [numel], "data_offsets": [at, end]}
-        at = end
+        entries[leaf.path] = {"dtype": name, "shape": [numel], "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -273,8 +273,8 @@ def parse(data: bytes) -> Manifest:
         raise _FormatError(f"{type(error).__name__}: {error}") from None
 
 
-def _require(holds: bool, reason: str) -> None:
-    if not holds:
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
         raise _FormatError(reason)
 
 

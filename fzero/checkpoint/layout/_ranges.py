@@ -243,11 +243,12 @@ class TreeLayout:
         return functools.cache(self._compute_starts)
 
     def _compute_starts(self, rank: int) -> list[int]:
-        starts, at = [0] * (len(self.groups) + 1), 0
+        starts, group_start = [0] * (len(self.groups) + 1), 0
         for g in self.order:
             start, stop = self.owned_span(g, rank)
-            starts[g], at = at, at + (self._count_written(g, stop) - self._count_written(g, start)) * self.itemsize(g)
-        starts[-1] = at
+            starts[g] = group_start
+            group_start += (self._count_written(g, stop) - self._count_written(g, start)) * self.itemsize(g)
+        starts[-1] = group_start
         return starts
 
     def writers(self, i: int, target: ChunkRange) -> Iterator[tuple[int, int, ChunkRange]]:
@@ -281,8 +282,8 @@ class TreeLayout:
             low, high = (first + target.start, first + target.stop) if chunk == target.chunk else (first, last)
             for shard in _intervals_between(low, high, group.shard_numel):
                 start, stop = self.local_span(g, rank_at(part, shard, 0))
-                written = -(-(stop - start) // self.size(shared_axes))  # by each of the ranks that hold the shard
-                for writer in _intervals_between(max(low, start) - start, min(high, stop) - start, written):
+                share = -(-(stop - start) // self.size(shared_axes))  # by each of the ranks that hold the shard
+                for writer in _intervals_between(max(low, start) - start, min(high, stop) - start, share):
                     yield rank_at(part, shard, writer), chunk
 
 
@@ -291,6 +292,6 @@ def _intervals_between(start: int, stop: int, size: int) -> range:
     return range(start // size, -(-stop // size)) if start < stop else range(0)
 
 
-def _intersect(one: Chunk, other: Chunk) -> bool:
+def _intersect(first: Chunk, second: Chunk) -> bool:
     """Return whether two chunks of a tensor have an element in common."""
-    return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(one, other, strict=True))
+    return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(first, second, strict=True))

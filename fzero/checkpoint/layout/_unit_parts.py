@@ -6,7 +6,7 @@ All ranks hold the same leaves, or each rank its own items of a stacked list.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fzero.sharding import Spec, Split, item_of, prefix_of, stacked_of
+from fzero.sharding import Spec, Split, find_item, find_stacked_list, subtree_prefix
 
 __all__ = ["LeafSource", "UnitPart", "in_tree_order", "list_unit_parts"]
 
@@ -69,13 +69,13 @@ def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) 
     Raises:
         ValueError: if a leaf of a stacked list does not lie in the list. The message names the first such leaf.
     """
-    stack_info = stacked_of(spec)
+    stack_info = find_stacked_list(spec)
     if stack_info is None:
         return [UnitPart([_Member(i, path, LeafSource(path)) for path, i in members], spec.full_shapes, spec.split)]
     along, stacked = stack_info
     path, index = members[0]
-    prefix = prefix_of(path, spec.paths[index])
-    items = [None if prefix is None else item_of(path, prefix, stacked) for path, _ in members]
+    prefix = subtree_prefix(path, spec.paths[index])
+    items = [None if prefix is None else find_item(path, prefix, stacked) for path, _ in members]
     shapes = tuple([shape[1:] for shape in spec.full_shapes])
     splits = [s._replace(dims=tuple([dim - 1 for dim in s.dims])) for s in spec.split if s is not along]
     parts = [UnitPart([], shapes, tuple(splits), ((along.axis, coordinate),)) for coordinate in range(along.size)]

@@ -16,7 +16,6 @@ __all__ = [
     "METRIC",
     "REDUCE_COLLECTIVES",
     "WAIT",
-    "collective_of",
     "collectives_before",
     "is_collective",
     "is_gather",
@@ -25,8 +24,9 @@ __all__ = [
     "is_wait",
     "is_write",
     "sends_codes",
-    "source_of_wait",
-    "start_of",
+    "source_collective",
+    "wait_source",
+    "wait_start",
     "write_part",
 ]
 
@@ -91,18 +91,18 @@ def _is_exchange(node: Node) -> bool:
     return node.target in _EXCHANGES and not sends_codes(node)
 
 
-def source_of_wait(wait: Node) -> Node:
+def wait_source(wait: Node) -> Node:
     """Return the collective, or its item, that a wait waits for. If carried, it started in the iteration before."""
     source = wait.all_input_nodes[0]
     return source.meta.get("carried", source)
 
 
-def start_of(wait: Node) -> Node:
+def wait_start(wait: Node) -> Node:
     """Return the collective that a wait waits for."""
-    return collective_of(source_of_wait(wait))
+    return source_collective(wait_source(wait))
 
 
-def collective_of(source: Node) -> Node:
+def source_collective(source: Node) -> Node:
     """Return the collective of a node: the node itself, or the source of an item."""
     return source.all_input_nodes[0] if source.target is operator.getitem else source
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.collectives import start_to_host, to_host
 from fzero.graph.ir._collective_nodes import is_collective
-from fzero.graph.ir._nodes import dtypes_and_shapes, is_input, stand_ins_of
+from fzero.graph.ir._nodes import dtypes_and_shapes, is_input, node_stand_ins
 from fzero.graph.ir._ops import display_name, reads_sizes_on_host
 
 __all__ = ["TO_DEVICE", "TO_HOST", "SpaceError", "check_spaces", "has_moves", "is_move", "on_host"]
@@ -73,22 +73,22 @@ def _node_spaces(order: Sequence[Node]) -> dict[Node, str | None]:
         elif is_move(n):
             spaces[n] = "device" if n.target is TO_DEVICE else "host"
         else:
-            spaces[n] = _space_of_result(n, spaces)
+            spaces[n] = _result_space(n, spaces)
     return spaces
 
 
-def _space_of_result(node: Node, spaces: dict[Node, str | None]) -> str | None:
+def _result_space(node: Node, spaces: dict[Node, str | None]) -> str | None:
     """Return the space in which a node's result lies, that of its operands; an error if they lie in both."""
     operands = node.all_input_nodes
     if reads_sizes_on_host(node):
-        operands = [a for a in operands if stand_ins_of(a)[0].dtype != torch.int64]
+        operands = [a for a in operands if node_stand_ins(a)[0].dtype != torch.int64]
     space_of = {a: spaces[a] for a in operands}
     host = [a for a, space in space_of.items() if space == "host"]
     device = [a for a, space in space_of.items() if space == "device"]
     if host and (is_collective(node) or device):
         beside = f" and {_describe_node(device[0])} on the device" if device else ", where ranks do not communicate"
         raise SpaceError(
-            f"{display_name(node)} at {line_of(node) or 'no known line'} is given {_describe_node(host[0])} in host "
+            f"{display_name(node)} at {node_line(node) or 'no known line'} is given {_describe_node(host[0])} in host "
             f"memory{beside}: move one of them (fzero.collectives.to_host, fzero.collectives.to_device), or put a "
             "transform that reads full trees, such as a clip by the global norm, before optim.offload"
         )

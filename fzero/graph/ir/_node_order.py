@@ -68,14 +68,14 @@ def sort_by_needs(nodes: Sequence[Node], needs: Mapping[Node, Sequence[Node]]) -
     for n, prerequisites in needs.items():
         for prerequisite in prerequisites:
             needed_by.setdefault(prerequisite, []).append(n)
-    missing = {n: len(n.all_input_nodes) + len(needs.get(n, ())) for n in nodes}
-    ready = [i for i, n in enumerate(nodes) if not missing[n]]
+    unmet_count = {n: len(n.all_input_nodes) + len(needs.get(n, ())) for n in nodes}
+    ready = [i for i, n in enumerate(nodes) if not unmet_count[n]]
     order = []
     while ready:
         node = nodes[heapq.heappop(ready)]
         order.append(node)
         for user in (*node.users, *needed_by.get(node, ())):
-            missing[user] -= 1
-            if not missing[user]:
+            unmet_count[user] -= 1
+            if not unmet_count[user]:
                 heapq.heappush(ready, index[user])
     return order

@@ -16,6 +16,7 @@ __all__ = [
     "FUSED",
     "LATE",
     "SCALINGS",
+    "argument_stand_ins",
     "aten",
     "describe",
     "dtypes_and_shapes",
@@ -23,10 +24,9 @@ __all__ = [
     "is_carried",
     "is_input",
     "nbytes",
+    "node_stand_ins",
     "only_feeds",
     "signature",
-    "stand_ins_of",
-    "stand_ins_of_args",
     "users_through_views",
     "views_and_users",
 ]
@@ -53,7 +53,7 @@ def is_carried(node: Node) -> bool:
     return "carried" in node.meta
 
 
-def stand_ins_of(node: Node) -> list[torch.Tensor]:
+def node_stand_ins(node: Node) -> list[torch.Tensor]:
     """List the (stand-in) tensors that a node computes."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
@@ -61,14 +61,14 @@ def stand_ins_of(node: Node) -> list[torch.Tensor]:
     return [x for x in val if isinstance(x, torch.Tensor)] if isinstance(val, tuple | list) else []
 
 
-def stand_ins_of_args(node: Node) -> list[torch.Tensor]:
+def argument_stand_ins(node: Node) -> list[torch.Tensor]:
     """List the tensors that a node reads."""
-    return [x for a in node.all_input_nodes for x in stand_ins_of(a)]
+    return [x for a in node.all_input_nodes for x in node_stand_ins(a)]
 
 
 def dtypes_and_shapes(node: Node) -> str:
     """Show the dtypes and shapes of a node's tensors: "float32[4, 8], int64[4]"."""
-    return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in stand_ins_of(node)])
+    return ", ".join([f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in node_stand_ins(node)])
 
 
 def nbytes(*xs: torch.Tensor) -> int:
@@ -109,16 +109,16 @@ def only_feeds(value: Node, kind: Callable[[Node], bool]) -> bool:
     return all(kind(user) for user in views_and_users(value)[1])
 
 
-def describe(node: Node, same: Mapping[Node, Node]) -> tuple[str, str]:
+def describe(node: Node, representatives: Mapping[Node, Node]) -> tuple[str, str]:
     """Describe a node's operation and arguments: nodes that compute the same value have equal descriptions.
 
     Args:
         node: an operation.
-        same: for some nodes, a node of the same value to name in their place.
+        representatives: for some nodes, a node of the same value to name in their place.
     """
 
     def name(a: Node) -> Any:
-        return _NodeName(same.get(a, a).name)
+        return _NodeName(representatives.get(a, a).name)
 
     args: Any = map_arg((node.args, node.kwargs), name)  # pyright: ignore[reportArgumentType]
     return str(node.target), repr(args)

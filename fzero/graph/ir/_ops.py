@@ -29,8 +29,8 @@ __all__ = [
     "is_uninitialized",
     "is_view",
     "is_view_operation",
-    "name_of",
     "only_copies",
+    "op_name",
     "reads_sizes_on_host",
 ]
 
@@ -123,7 +123,7 @@ _OPERATIONS: dict[str, _OperationTraits] = {
     "decode_unit": _CHEAP | _DECODES,
     "sum_payloads": _CHEAP,
     "sums_to_bytes": _CHEAP,
-    "sums_of_bytes": _CHEAP,
+    "decode_sums": _CHEAP,
     "decode_sum": _CHEAP | _BY_RANK,
     "slice_scatter": _CHEAP | _COPIES,
     "slice_backward": _CHEAP,
@@ -177,7 +177,7 @@ _OPERATIONS: dict[str, _OperationTraits] = {
 }
 
 
-def name_of(node: Node) -> str:
+def op_name(node: Node) -> str:
     """Return the name of a node's operation without namespace and overload, "mul"; "" if it is not an operation."""
     return _operation_name(node.target)
 
@@ -194,64 +194,64 @@ def _operation_name(operation: Any) -> str:
     return operation.__name__ if isinstance(operation, OneNode) else ""
 
 
-def _traits_of(name: str) -> _OperationTraits:
+def _name_traits(name: str) -> _OperationTraits:
     return _OPERATIONS.get(name, _OperationTraits.NOTHING)
 
 
-def _row_of_node(node: Node) -> _OperationTraits:
-    return _row_of(node.target)
+def _node_traits(node: Node) -> _OperationTraits:
+    return _operation_traits(node.target)
 
 
 def is_known_cheap(operation: OpOverload | OneNode) -> bool:
     """Return whether an operation is cheap by the table, or pointwise by torch."""
-    if _OperationTraits.CHEAP in _row_of(operation):
+    if _OperationTraits.CHEAP in _operation_traits(operation):
         return True
     return isinstance(operation, OpOverload) and _works_by_element(operation) and not _draws_random(operation)
 
 
 def is_factory(node: Node) -> bool:
     """Return whether a node computes its result from sizes and numbers, or only casts."""
-    return _OperationTraits.FACTORY in _row_of_node(node)
+    return _OperationTraits.FACTORY in _node_traits(node)
 
 
 def differs_by_rank(node: Node) -> bool:
     """Return whether a node may differ between ranks of one step: a view, or an operation on the rank's own shard."""
-    return is_view(node) or _OperationTraits.BY_RANK in _row_of_node(node)
+    return is_view(node) or _OperationTraits.BY_RANK in _node_traits(node)
 
 
 def changes_layout(node: Node) -> bool:
     """Return whether a node only changes the layout or the dtype of its operand."""
-    return is_view(node) or _OperationTraits.LAYOUT in _row_of_node(node)
+    return is_view(node) or _OperationTraits.LAYOUT in _node_traits(node)
 
 
 def encodes(node: Node) -> bool:
     """Return whether a node encodes a shard for its gather."""
-    return _OperationTraits.ENCODES in _row_of_node(node)
+    return _OperationTraits.ENCODES in _node_traits(node)
 
 
 def decodes(node: Node) -> bool:
     """Return whether a node decodes a gathered unit."""
-    return _OperationTraits.DECODES in _row_of_node(node)
+    return _OperationTraits.DECODES in _node_traits(node)
 
 
 def is_linear(node: Node) -> bool:
     """Return whether a node only changes the layout of its operands, scales them or adds them."""
-    return is_view(node) or _OperationTraits.LINEAR in _row_of_node(node)
+    return is_view(node) or _OperationTraits.LINEAR in _node_traits(node)
 
 
 def is_uninitialized(node: Node) -> bool:
     """Return whether a node's result is uninitialized memory."""
-    return _OperationTraits.EMPTY in _row_of_node(node)
+    return _OperationTraits.EMPTY in _node_traits(node)
 
 
 def only_copies(name: str) -> bool:
     """Return whether an operation of this name only moves or fills memory."""
-    return _OperationTraits.COPIES in _traits_of(name)
+    return _OperationTraits.COPIES in _name_traits(name)
 
 
 def reads_sizes_on_host(node: Node) -> bool:
     """Return whether an operation reads its int64 operands on the host, so that they may lie there."""
-    return _OperationTraits.HOST_SIZES in _row_of_node(node)
+    return _OperationTraits.HOST_SIZES in _node_traits(node)
 
 
 def is_view(node: Node) -> bool:
@@ -277,7 +277,9 @@ def is_pointwise(node: Node) -> bool:
 # Passes query every node many times, but a graph has few distinct operations: the answers are cached.
 @functools.lru_cache(maxsize=4096)
 def _makes_view(operation: Any) -> bool:
-    return (isinstance(operation, OpOverload) and operation.is_view) or _OperationTraits.VIEW in _row_of(operation)
+    return (isinstance(operation, OpOverload) and operation.is_view) or _OperationTraits.VIEW in _operation_traits(
+        operation
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -291,5 +293,5 @@ def _works_by_element(operation: OpOverload) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_of(operation: Any) -> _OperationTraits:
-    return _traits_of(_operation_name(operation))
+def _operation_traits(operation: Any) -> _OperationTraits:
+    return _name_traits(_operation_name(operation))

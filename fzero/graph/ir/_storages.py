@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from fzero._torch import storage_id
 from fzero.graph.ir._collective_nodes import is_wait
 from fzero.graph.ir._memory_spaces import on_host
-from fzero.graph.ir._nodes import is_input, stand_ins_of
+from fzero.graph.ir._nodes import is_input, node_stand_ins
 
 __all__ = ["Storages", "storages", "storages_in"]
 
@@ -49,22 +49,22 @@ def storages_in(nodes: Iterable[Node]) -> Storages:
     for node in nodes:
         if node.op == "output":
             continue
-        keys[node] = [storage_id(x) for x in stand_ins_of(node)]
+        keys[node] = [storage_id(x) for x in node_stand_ins(node)]
         if is_input(node):
-            memory.indices[node] = _storages_of_result(memory, node, keys[node], input_storages)
+            memory.indices[node] = _result_storages(memory, node, keys[node], input_storages)
         elif is_wait(node):
             memory.indices[node] = memory.indices[node.all_input_nodes[0]]
         elif node.target is operator.getitem and isinstance(node.args[0], Node):
-            memory.indices[node] = _storages_of_item(memory, node)
+            memory.indices[node] = _item_storages(memory, node)
         else:
             aliases: dict[int, int] = {}
             for a in node.all_input_nodes:
                 aliases.update(zip(keys[a], memory.indices[a], strict=True))
-            memory.indices[node] = _storages_of_result(memory, node, keys[node], aliases)
+            memory.indices[node] = _result_storages(memory, node, keys[node], aliases)
     return memory
 
 
-def _storages_of_item(memory: Storages, node: Node) -> tuple[int, ...]:
+def _item_storages(memory: Storages, node: Node) -> tuple[int, ...]:
     (source,), index = node.all_input_nodes, int(node.args[1])  # pyright: ignore[reportArgumentType]
     parts = source.meta["val"]
     if len(memory.indices[source]) == len(parts):  # all are tensors
@@ -73,10 +73,10 @@ def _storages_of_item(memory: Storages, node: Node) -> tuple[int, ...]:
     return memory.indices[source][before : before + 1] if isinstance(parts[index], torch.Tensor) else ()
 
 
-def _storages_of_result(memory: Storages, node: Node, keys: Sequence[int], aliases: dict[int, int]) -> tuple[int, ...]:
+def _result_storages(memory: Storages, node: Node, keys: Sequence[int], aliases: dict[int, int]) -> tuple[int, ...]:
     """Return a node's storages: one of `aliases` if the value is a view of it, else a new one."""
     out = []
-    for x, key in zip(stand_ins_of(node), keys, strict=True):
+    for x, key in zip(node_stand_ins(node), keys, strict=True):
         if key not in aliases:
             aliases[key] = len(memory.sizes)
             memory.sizes.append(x.untyped_storage().nbytes())

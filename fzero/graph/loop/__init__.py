@@ -1,7 +1,7 @@
 """Loops over micro-batches: how they are traced, planned and run."""
 
 from fzero.graph.loop._insert_loops import insert_loops
-from fzero.graph.loop._loop import Loop, LoopSlice, graphs_in, loop_of, new_loop_function, set_body, shared_graphs
+from fzero.graph.loop._loop import Loop, LoopSlice, graphs_in, new_loop_function, node_loop, set_body, shared_graphs
 from fzero.graph.loop._loop_function import loop_function
 from fzero.graph.loop._loop_marks import (
     OPERATIONS,
@@ -31,7 +31,13 @@ from fzero.graph.loop._pipeline_marks import (
     receive,
     send,
 )
-from fzero.graph.loop._rank_schedule import LoopRegion, RankSchedule, rank_schedule_id, rank_schedule_of, regions_of
+from fzero.graph.loop._rank_schedule import (
+    LoopRegion,
+    RankSchedule,
+    action_regions,
+    find_rank_schedule,
+    rank_schedule_id,
+)
 from fzero.graph.loop._split import RegionGraph, region_positions, split
 
 __all__ = [
@@ -47,31 +53,31 @@ __all__ = [
     "RankSchedule",
     "RegionGraph",
     "SentMessage",
+    "action_regions",
     "begin_region",
     "begin_shapes_only",
     "check_equal_runs",
     "end_shapes_only",
+    "find_rank_schedule",
     "graphs_in",
     "insert_loops",
     "is_loop_slice",
     "is_marker",
     "iteration",
     "loop_function",
-    "loop_of",
     "loop_slice",
     "mark_pipeline",
     "new_loop_function",
+    "node_loop",
     "peak_by_region",
     "pipeline_function",
     "pipeline_seconds",
     "rank_schedule_id",
-    "rank_schedule_of",
     "receive",
     "record_loops",
     "records_loops",
     "records_pipelines",
     "region_positions",
-    "regions_of",
     "rows",
     "run_again",
     "send",

@@ -16,13 +16,13 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.graph.ir import aten, copy_graph, describe, is_random, is_wait
 from fzero.graph.loop import _loop_marks
-from fzero.graph.loop._loop import Loop, LoopSlice, loop_of, new_loop_function
+from fzero.graph.loop._loop import Loop, LoopSlice, new_loop_function, node_loop
 from fzero.graph.loop._loop_marks import NotScannableError
 from fzero.graph.loop._pipeline_marks import BEGIN_SHAPES_ONLY, END_SHAPES_ONLY, MARK_PIPELINE
-from fzero.graph.loop._rank_schedule import RankSchedule, rank_schedule_of
+from fzero.graph.loop._rank_schedule import RankSchedule, find_rank_schedule
 
 __all__ = ["insert_loops"]
 
@@ -73,7 +73,7 @@ def insert_loops(graph: Graph) -> Graph:
             _compare_runs(graph, _find_iteration(start))
         _hoist_slices(graph, _find_iteration(start))
         _replace_by_loop(graph, _find_iteration(start))
-    has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := loop_of(n)))
+    has_pipeline = any(loop.rank_schedule for n in graph.nodes if (loop := node_loop(n)))
     return _rename_nodes(graph) if has_pipeline else copy_graph(graph)
 
 
@@ -99,35 +99,35 @@ def _find_before(after: Node) -> Node:
 
 def _compare_runs(graph: Graph, iteration: _TracedIteration) -> None:
     """Check that the second run of the forward pass computes the same as the first, and remove it."""
-    again = next((n for n in iteration.start.users if n.target is _RUN_AGAIN), None)
-    end = next((n for n in again.users if n.target is _COMPARED), None) if again is not None else None
-    if again is None or end is None:
+    second_run = next((n for n in iteration.start.users if n.target is _RUN_AGAIN), None)
+    end = next((n for n in second_run.users if n.target is _COMPARED), None) if second_run is not None else None
+    if second_run is None or end is None:
         raise NotScannableError("the step drops the loss, which is needed to compare two micro-batches")
     all_nodes = list(graph.nodes)
-    nodes_again = all_nodes[all_nodes.index(again) + 1 : all_nodes.index(end)]
+    nodes_again = all_nodes[all_nodes.index(second_run) + 1 : all_nodes.index(end)]
     x, _, results, second_results = end.args
     second, varying = _ancestors_among(second_results, nodes_again), _varying_nodes(iteration)
     removable = {*second, end}
-    same: dict[Node, Node] = {again: iteration.start}  # for each node, the representative of its equals
+    representatives: dict[Node, Node] = {second_run: iteration.start}  # for each node, the representative of its equals
     first: dict[Any, Node] = {}
     for n in iteration.nodes[1:]:
-        same[n] = _passed_value(n, same) or first.setdefault(describe(n, same), n)
+        representatives[n] = _passed_value(n, representatives) or first.setdefault(describe(n, representatives), n)
     for n in second:
-        match = _passed_value(n, same) or first.get(describe(n, same))
+        match = _passed_value(n, representatives) or first.get(describe(n, representatives))
         depends_on_first = any(a in varying for a in n.all_input_nodes)  # state that the first micro-batch left behind
         if match is None or depends_on_first or any(u not in removable for u in n.users):
-            where = line_of(n) or str(n.target)
+            where = node_line(n) or str(n.target)
             raise NotScannableError(f"the second micro-batch computes something other than the first at {where}")
-        same[n] = match
+        representatives[n] = match
     pairs: Any = zip(results, second_results, strict=True)  # pyright: ignore[reportArgumentType]
-    if any(same.get(a, a) is not same.get(b, b) or b in varying for a, b in pairs):
+    if any(representatives.get(a, a) is not representatives.get(b, b) or b in varying for a, b in pairs):
         raise NotScannableError("the second micro-batch returns something other than the first")
     end.replace_all_uses_with(x)  # pyright: ignore[reportArgumentType]
     graph.erase_node(end)
     for n in reversed(nodes_again):  # unused random draws among them
         if not n.users:
             graph.erase_node(n)
-    graph.erase_node(again)
+    graph.erase_node(second_run)
 
 
 def _varying_nodes(iteration: _TracedIteration) -> set[Node]:
@@ -148,10 +148,10 @@ def _ancestors_among(results: Any, nodes: list[Node]) -> list[Node]:
     return [n for n in nodes if n in ancestors]
 
 
-def _passed_value(node: Node, same: dict[Node, Node]) -> Node | None:
+def _passed_value(node: Node, representatives: dict[Node, Node]) -> Node | None:
     """Return the value that a node returns unchanged; None if the node computes something."""
     source = node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
-    return same.get(source, source) if isinstance(source, Node) else None
+    return representatives.get(source, source) if isinstance(source, Node) else None
 
 
 def _hoist_slices(graph: Graph, iteration: _TracedIteration) -> None:
@@ -161,7 +161,7 @@ def _hoist_slices(graph: Graph, iteration: _TracedIteration) -> None:
     for n in reversed(iteration.nodes):
         if n not in outputs and any(u not in members for u in n.users):
             raise NotScannableError(
-                f"the value of {line_of(n) or 'an operation'} leaves the loop, and is neither a sum nor a row"
+                f"the value of {node_line(n) or 'an operation'} leaves the loop, and is neither a sum nor a row"
             )
         if n in hoisted:
             hoisted.update(n.all_input_nodes)
@@ -250,7 +250,7 @@ def _drop_shapes_only(graph: Graph) -> None:
 def _rank_schedule_at(start: Node) -> RankSchedule | None:
     """Return the schedule of the pipeline's rank that an iteration belongs to; None for other loops."""
     node = _pipeline_marker(start)
-    return None if node is None else rank_schedule_of(int(node.args[1]))  # pyright: ignore[reportArgumentType]
+    return None if node is None else find_rank_schedule(int(node.args[1]))  # pyright: ignore[reportArgumentType]
 
 
 def _loop_arguments(start: Node) -> list[Node]:

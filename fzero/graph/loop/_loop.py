@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.loop._rank_schedule import RankSchedule
 
-__all__ = ["Loop", "LoopSlice", "graphs_in", "loop_of", "new_loop_function", "set_body", "shared_graphs"]
+__all__ = ["Loop", "LoopSlice", "graphs_in", "new_loop_function", "node_loop", "set_body", "shared_graphs"]
 
 
 class LoopSlice(NamedTuple):
@@ -64,7 +64,7 @@ class Loop:
         return self.rank_schedule is not None and self.rank_schedule.splits_backward
 
 
-def loop_of(node: Node) -> Loop | None:
+def node_loop(node: Node) -> Loop | None:
     """Return the loop that a node runs; None for other nodes."""
     return node.meta.get("loop")
 
@@ -73,7 +73,7 @@ def graphs_in(graph: Graph) -> Iterator[Graph]:
     """Yield a graph and the bodies of its loops."""
     yield graph
     for node in graph.nodes:
-        if loop := loop_of(node):
+        if loop := node_loop(node):
             yield loop.body
 
 
@@ -81,14 +81,14 @@ def shared_graphs(graph: Graph) -> Iterator[Graph]:
     """Yield a graph and the bodies of its loops that are the same on all ranks: not those of a pipeline's stages."""
     yield graph
     for node in graph.nodes:
-        loop = loop_of(node)
+        loop = node_loop(node)
         if loop and loop.rank_schedule is None:
             yield loop.body
 
 
 def set_body(node: Node, body: Graph, **changes: Any) -> None:
     """Replace the body of a loop's node, and other attributes of the loop."""
-    loop = loop_of(node)
+    loop = node_loop(node)
     assert loop is not None
     node.meta = {**node.meta, "loop": replace(loop, body=body, **changes)}
 

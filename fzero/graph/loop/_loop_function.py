@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero.collectives import PendingMessages
-from fzero.graph.ir import graph_results, stand_ins_of
+from fzero.graph.ir import graph_results, node_stand_ins
 from fzero.graph.loop._loop import Loop
 
 __all__ = ["loop_function"]
@@ -23,8 +23,8 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     first_argument, *_ = loop.body.nodes
     outputs = graph_results(loop.body)
     end_of_rows = len(outputs) - loop.carried_count  # sums, then rows, then carried values
-    row_stand_ins = [x for n in outputs[loop.sum_count : end_of_rows] for x in stand_ins_of(n)]
-    carried_stand_ins = [x for n in outputs[end_of_rows:] for x in stand_ins_of(n)]
+    row_stand_ins = [x for n in outputs[loop.sum_count : end_of_rows] for x in node_stand_ins(n)]
+    carried_stand_ins = [x for n in outputs[end_of_rows:] for x in node_stand_ins(n)]
     first = len(loop.slices)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:

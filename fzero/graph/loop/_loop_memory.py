@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import graph_results, is_input, nbytes, stand_ins_of, storages_in
+from fzero.graph.ir import graph_results, is_input, nbytes, node_stand_ins, storages_in
 from fzero.graph.loop._loop import Loop
-from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
+from fzero.graph.loop._rank_schedule import LoopRegion, action_regions
 from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf, split
 from fzero.parallel.schedules import Action, Value, programs
 
@@ -146,7 +146,7 @@ class _RankWalk:
         peaks: dict[LoopRegion, int] = dict.fromkeys(self.profiles, 0)
         for instruction in programs(rank_schedule.schedule)[rank_schedule.binding.rank]:
             if isinstance(instruction.operand, Action):
-                for region in [r for r in regions_of(instruction.operand) if r in self.profiles]:
+                for region in [r for r in action_regions(instruction.operand) if r in self.profiles]:
                     peak, output = self._run_region(region, instruction.operand.micro_batch)
                     peaks[region] = max(peaks[region], peak)
                     if output is not None and output in messages:
@@ -169,7 +169,7 @@ class _RankWalk:
                 *zip(region_graph.outputs, graph_results(region_graph.graph), strict=True),
             ]:
                 if isinstance(value, StageLeaf):
-                    sizes[value.leaf] = nbytes(*stand_ins_of(n))
+                    sizes[value.leaf] = nbytes(*node_stand_ins(n))
         return [sizes[i] for i in sorted(sizes)]
 
     def _retain(self, memory: _HeldMemory) -> _HeldMemory:
@@ -234,13 +234,13 @@ class _RankWalk:
     ) -> list[int]:
         """Return the live bytes at each position of a region."""
         freed = [0] * (len(profile.live) + 1)
-        holds = Counter([id(memory) for _, _, memory in ends])
+        holder_counts = Counter([id(memory) for _, _, memory in ends])
         stop: dict[int, int] = {}
         outputs = {id(memories[s]) for s in profile.outputs if s in memories}
         for _, position, memory in ends:
             stop[id(memory)] = max(stop.get(id(memory), 0), position)
         for _, _, memory in ends:
-            if id(memory) in stop and holds[id(memory)] == memory.holders and id(memory) not in outputs:
+            if id(memory) in stop and holder_counts[id(memory)] == memory.holders and id(memory) not in outputs:
                 freed[min(stop.pop(id(memory)) + 1, len(profile.live))] += memory.size
         live = []
         freed_bytes = 0
@@ -264,7 +264,7 @@ def sent_messages(loop: Loop, position: int) -> list[SentMessage]:
     for region_graph in _split_regions(loop):
         for output, node in zip(region_graph.outputs, graph_results(region_graph.graph), strict=True):
             if isinstance(output, StageLeaf):
-                sizes[output.kind, output.stage] += nbytes(*stand_ins_of(node))
+                sizes[output.kind, output.stage] += nbytes(*node_stand_ins(node))
     words = {"F": "output", "G": "gradient"}
     return [
         SentMessage(position=position, kind=words[kind], stage=s, bytes=sizes[kind, s], times=n, axis=binding.axis)
@@ -296,6 +296,6 @@ def pipeline_seconds(loop: Loop, seconds: Callable[[Graph], float], message: Cal
         for output, n in zip(region_graph.outputs, graph_results(region_graph.graph), strict=True)
         if isinstance(output, StageLeaf)
     ]
-    latency = message(max([nbytes(*stand_ins_of(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)
+    latency = message(max([nbytes(*node_stand_ins(n)) for n in leaves], default=0), loop.rank_schedule.binding.axis)
     backward = by_kind["I"] + by_kind["W"]
     return schedule.timing(by_kind["F"], backward, weight, latency, sends_early=True).makespan

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fzero.collectives import StageMessages
-from fzero.graph.ir import graph_results, stand_ins_of
+from fzero.graph.ir import graph_results, node_stand_ins
 from fzero.graph.loop._loop import Loop
-from fzero.graph.loop._rank_schedule import regions_of
+from fzero.graph.loop._rank_schedule import action_regions
 from fzero.graph.loop._split import RegionGraph, Residual, StageLeaf
 from fzero.parallel.schedules import Action, Value, programs
 
@@ -47,7 +47,7 @@ def pipeline_function(
             if not isinstance(instruction.operand, Action):
                 iterations.messages.execute(instruction)
                 continue
-            for region in regions_of(instruction.operand):
+            for region in action_regions(instruction.operand):
                 if region not in regions:  # the first stage has no gradient to send
                     continue
                 value = iterations.run(*regions[region], instruction.operand.micro_batch)
@@ -67,7 +67,7 @@ def _leaf_stand_ins(region_graphs: Sequence[RegionGraph]) -> tuple[list[torch.Te
         inputs = [n for n in region_graph.graph.nodes if n.op == "placeholder"]
         for value, n in [*zip(region_graph.inputs, inputs, strict=True), *outputs]:
             if isinstance(value, StageLeaf):
-                leaves[value.leaf] = stand_ins_of(n)[0]
+                leaves[value.leaf] = node_stand_ins(n)[0]
     stand_ins = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device="meta") for i in sorted(leaves)]
     return stand_ins, leaves[0].device if leaves else torch.device("cpu")
 

@@ -11,7 +11,7 @@ from fzero._registry import Registry
 from fzero.axes import Binding
 from fzero.parallel.schedules import Action, PipelineSchedule
 
-__all__ = ["LoopRegion", "RankSchedule", "rank_schedule_id", "rank_schedule_of", "regions_of"]
+__all__ = ["LoopRegion", "RankSchedule", "action_regions", "find_rank_schedule", "rank_schedule_id"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def rank_schedule_id(rank_schedule: RankSchedule) -> int:
     return _RANK_SCHEDULES.id_of(rank_schedule)
 
 
-def rank_schedule_of(schedule_id: int) -> RankSchedule:
+def find_rank_schedule(schedule_id: int) -> RankSchedule:
     """Return the rank's schedule that has this id."""
     return _RANK_SCHEDULES.value(schedule_id)
 
@@ -70,6 +70,6 @@ class LoopRegion(NamedTuple):
         return self.kind == "I" and (is_earlier_stage or (other.kind == "W" and other.stage <= self.stage))
 
 
-def regions_of(action: Action) -> list[LoopRegion]:
+def action_regions(action: Action) -> list[LoopRegion]:
     """List the regions of an action. A full backward pass has two; the result of the first can be sent at once."""
     return [LoopRegion(kind, action.stage) for kind in ("IW" if action.kind == "B" else action.kind)]

@@ -210,8 +210,8 @@ class _RegionSplitter:
 
 def _with_inputs_first(graph: Graph, inputs: list[Node]) -> Graph:
     """Copy a graph without its dead nodes, with these arguments first and in this order."""
-    needed = {n for n in graph.nodes if n.op == "output" or is_write(n)}
+    live = {n for n in graph.nodes if n.op == "output" or is_write(n)}
     for n in reversed(graph.nodes):
-        if n in needed:
-            needed.update(n.all_input_nodes)
-    return copy_nodes([*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in needed]])
+        if n in live:
+            live.update(n.all_input_nodes)
+    return copy_nodes([*inputs, *[n for n in graph.nodes if n.op != "placeholder" and n in live]])

@@ -14,9 +14,9 @@ from fzero.graph.ir import (
     is_gather,
     is_maximum,
     is_reduce_collective,
+    node_stand_ins,
     parameter_gathers,
     sort_graph,
-    stand_ins_of,
 )
 from fzero.graph.loop import is_marker
 
@@ -54,8 +54,8 @@ def bucket(graph: Graph, max_bytes: int) -> Graph:
     maxima = [n for n in graph.nodes if is_maximum(n) and n in from_inputs]
     ends = [i for n, i in index.items() if is_marker(n)]  # the ends of a pipeline's regions; no bucket spans two
 
-    def together(one: int, other: int) -> bool:
-        return bisect_left(ends, one) == bisect_left(ends, other)
+    def together(first: int, second: int) -> bool:
+        return bisect_left(ends, first) == bisect_left(ends, second)
 
     def may_join(group: list[Node], n: Node) -> bool:
         return together(index[group[0]], index[n]) and not _depends_on(n, group, index)
@@ -78,18 +78,20 @@ def _consecutive_groups(
     """List the groups of consecutive collectives to join; `may` says whether a group may take one more."""
     groups: list[list[Node]] = []
     for node in nodes:
-        fits = bool(groups) and sum(map(full_bytes, [*groups[-1], node])) <= max_bytes
-        if fits and _can_join(groups[-1][0], node) and may(groups[-1], node):
+        fits_last_group = bool(groups) and sum(map(full_bytes, [*groups[-1], node])) <= max_bytes
+        if fits_last_group and _can_join(groups[-1][0], node) and may(groups[-1], node):
             groups[-1].append(node)
         else:
             groups.append([node])
     return [group for group in groups if len(group) > 1]
 
 
-def _can_join(one: Node, other: Node) -> bool:
+def _can_join(first: Node, second: Node) -> bool:
     """Return whether two collectives can be joined: they have one kind, one group and one dtype."""
-    same = one.target is other.target and one.target in _COALESCED and one.args[1:] == other.args[1:]
-    return same and stand_ins_of(one)[0].dtype == stand_ins_of(other)[0].dtype
+    have_equal_options = (
+        first.target is second.target and first.target in _COALESCED and first.args[1:] == second.args[1:]
+    )
+    return have_equal_options and node_stand_ins(first)[0].dtype == node_stand_ins(second)[0].dtype
 
 
 def _coalesce_group(graph: Graph, group: Sequence[Node]) -> None:
@@ -100,13 +102,13 @@ def _coalesce_group(graph: Graph, group: Sequence[Node]) -> None:
     index_of = {n.args[0]: i for i, n in enumerate(distinct)}
     with graph.inserting_before(group[-1]):
         arguments = ([n.args[0] for n in distinct], *group[0].args[1:])
-        joined = graph.call_function(_COALESCED[group[0].target], arguments)  # pyright: ignore
-        joined.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
-        joined.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
+        coalesced = graph.call_function(_COALESCED[group[0].target], arguments)  # pyright: ignore
+        coalesced.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
+        coalesced.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
         for i, node in enumerate(group):
-            at = index_of[node.args[0]] if is_gather(node) else i
-            item = graph.call_function(operator.getitem, (joined, at))
-            item.meta = {**node.meta, "val": joined.meta["val"][at]}
+            position = index_of[node.args[0]] if is_gather(node) else i
+            item = graph.call_function(operator.getitem, (coalesced, position))
+            item.meta = {**node.meta, "val": coalesced.meta["val"][position]}
             node.replace_all_uses_with(item)
     for node in group:
         graph.erase_node(node)

@@ -17,9 +17,9 @@ from fzero.graph.ir import (
     is_reduce_collective,
     is_view,
     is_wait,
-    name_of,
+    op_name,
 )
-from fzero.graph.loop import Loop, loop_of
+from fzero.graph.loop import Loop, node_loop
 
 __all__ = ["carry"]
 
@@ -58,7 +58,7 @@ def carry(graph: Graph, in_flight: int) -> Graph:
     """
     graph = copy_graph(graph)
     for node in graph.nodes:
-        loop = loop_of(node)
+        loop = node_loop(node)
         if loop and loop.rank_schedule is None:  # a pipeline's iterations are split into regions
             _carry_reductions(node, loop, in_flight)
     return graph
@@ -115,7 +115,7 @@ def _follow_chain(source: Node, body: Graph, loop: Loop) -> _Chain | None:
         return None
     wait, *views, add, write = path
     total = write.args[0]
-    plain = is_wait(wait) and all(is_view(n) or name_of(n) == "_to_copy" for n in views)
+    plain = is_wait(wait) and all(is_view(n) or op_name(n) == "_to_copy" for n in views)
     adds = add.target is aten.add.Tensor and add.args[0] is total and not add.kwargs
     is_exclusive = total in sums and set(total.users) == {add, write} and [u.op for u in write.users] == ["output"]  # pyright: ignore
     return (
@@ -141,10 +141,10 @@ def _wait_before(start: Node, chain: _Chain, body: Graph) -> None:
     output.args = ((*graph_results(body), chain.source),)
 
 
-def _wait_after(node: Node, at: int, chain: _Chain, total: Node) -> None:
+def _wait_after(node: Node, position: int, chain: _Chain, total: Node) -> None:
     """Wait after a loop for a reduction of its last iteration, and add the result to the sum."""
     graph = node.graph
-    item = graph.call_function(operator.getitem, (node, at))
+    item = graph.call_function(operator.getitem, (node, position))
     item.meta = {**chain.source.meta, "carried": chain.source}
     before: Any = chain.add.args[0]
     copies: dict[Node, Node] = {chain.source: item, before: total}

@@ -13,13 +13,13 @@ from fzero.graph.ir import (
     is_input,
     is_view,
     is_wait,
-    name_of,
     nbytes,
-    stand_ins_of,
+    node_stand_ins,
+    op_name,
     storages,
     write_part,
 )
-from fzero.graph.loop import loop_of
+from fzero.graph.loop import node_loop
 from fzero.graph.planning import device_live_bytes
 
 __all__ = ["cat_into"]
@@ -57,13 +57,13 @@ def cat_into(graph: Graph, fuses: bool = False) -> Graph:
 
 def _concatenated_parts(node: Node) -> Sequence[Node]:
     """List the parts of a concatenation of equal parts; none if a node is nothing of the kind."""
-    parts = node.args[0] if name_of(node) == "cat" else ()
+    parts = node.args[0] if op_name(node) == "cat" else ()
     if not isinstance(parts, Sequence) or len(parts) < _LEAST_PARTS or not all(isinstance(x, Node) for x in parts):
         return ()
     result, values = node.meta["val"], [x.meta["val"] for x in parts if isinstance(x, Node)]
     same = {x.shape for x in values[:-1]}, {(x.ndim, x.dtype) for x in values} == {(result.ndim, result.dtype)}
-    alike = len(same[0]) == 1 and same[1] and len(node.all_input_nodes) == len(parts)  # none occurs twice
-    return node.all_input_nodes if alike and result.is_contiguous() else ()
+    are_equal = len(same[0]) == 1 and same[1] and len(node.all_input_nodes) == len(parts)  # none occurs twice
+    return node.all_input_nodes if are_equal and result.is_contiguous() else ()
 
 
 def _are_exclusive(node: Node, memory: Storages, fuses: bool) -> bool:
@@ -72,15 +72,21 @@ def _are_exclusive(node: Node, memory: Storages, fuses: bool) -> bool:
     if len({*storages_of}) < len(storages_of):
         return False
     for x, (storage,) in zip(node.all_input_nodes, storages_of, strict=True):
-        made = memory.producers[storage]
-        whole = memory.sizes[storage] == nbytes(*stand_ins_of(x))
-        if is_input(made) or is_collective(made) or is_wait(made) or loop_of(made) is not None or not whole:
+        producer = memory.producers[storage]
+        fills_storage = memory.sizes[storage] == nbytes(*node_stand_ins(x))
+        if (
+            is_input(producer)
+            or is_collective(producer)
+            or is_wait(producer)
+            or node_loop(producer) is not None
+            or not fills_storage
+        ):
             return False
-        while x is not made:
+        while x is not producer:
             if len(x.users) > 1 or not is_view(x):
                 return False
             x = x.all_input_nodes[0]
-        if len(made.users) > 1 or (fuses and is_cheap(made)):
+        if len(producer.users) > 1 or (fuses and is_cheap(producer)):
             return False
     return True
 
@@ -88,12 +94,12 @@ def _are_exclusive(node: Node, memory: Storages, fuses: bool) -> bool:
 def _lowers_peak(node: Node, places: Mapping[Node, int], live: Sequence[int]) -> bool:
     """Return whether memory is fullest at a concatenation, also if its result exists from the first part on."""
     order = sorted(node.all_input_nodes, key=places.__getitem__)
-    missing = nbytes(*stand_ins_of(node))
-    most = 0
-    for x, following in zip(order, [*order[1:], node], strict=True):
-        most = max(most, *[live[i] + missing for i in range(places[x], places[following])])
-        missing -= nbytes(*stand_ins_of(x))
-    return most < live[places[node]]
+    unwritten_bytes = nbytes(*node_stand_ins(node))
+    peak = 0
+    for x, next_node in zip(order, [*order[1:], node], strict=True):
+        peak = max(peak, *[live[i] + unwritten_bytes for i in range(places[x], places[next_node])])
+        unwritten_bytes -= nbytes(*node_stand_ins(x))
+    return peak < live[places[node]]
 
 
 def _write_parts(graph: Graph, node: Node, places: Mapping[Node, int]) -> None:
@@ -106,11 +112,11 @@ def _write_parts(graph: Graph, node: Node, places: Mapping[Node, int]) -> None:
     order = sorted(parts, key=places.__getitem__)
     options = {"dtype": value.dtype, "device": value.device}
     with graph.inserting_before(order[0]):
-        written = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
-    written.meta = dict(node.meta)
+        buffer = graph.call_function(aten.empty.memory_format, (list(value.shape),), options)
+    buffer.meta = dict(node.meta)
     for x in order:
         with graph.inserting_after(x):
-            written = graph.call_function(write_part, (written, x, dim, starts[x]))
-        written.meta = {**node.meta, "val": value.view(value.shape)}
-    node.replace_all_uses_with(written)
+            buffer = graph.call_function(write_part, (buffer, x, dim, starts[x]))
+        buffer.meta = {**node.meta, "val": value.view(value.shape)}
+    node.replace_all_uses_with(buffer)
     graph.erase_node(node)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d, storage_id
-from fzero.graph.ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, name_of, stand_ins_of, views_and_users
+from fzero.graph.ir import COPY, GATHER_INTO, WAIT, aten, copy_graph, is_input, node_stand_ins, op_name, views_and_users
 
 __all__ = ["gather_into", "slice_of_gather"]
 
@@ -65,8 +65,8 @@ def _list_writes(gather: Node) -> list[Node]:
     if len(gather.users) != 1:
         return []
     views, users = views_and_users(next(iter(gather.users)))
-    good = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_find_write(u)) for u in users)
-    return users if good and stand_ins_of(gather)[0].dim() == 1 else []
+    are_writes = all(u.target is COPY and u.args[1] in views and _have_same_bytes(_find_write(u)) for u in users)
+    return users if are_writes and node_stand_ins(gather)[0].dim() == 1 else []
 
 
 def _can_gather_into(node: Node) -> bool:
@@ -104,32 +104,32 @@ def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Gra
     rank_in = dict(group_ranks)
     graph = copy_graph(graph)
     for gather in [n for n in graph.nodes if n.target is GATHER_INTO]:
-        first = _first_of_buffer(gather)
+        first = _first_buffer_leaf(gather)
         if first is None or gather.args[2] not in rank_in:
             continue
         new = gather.all_input_nodes[0]
-        start = rank_in[str(gather.args[2])] * stand_ins_of(new)[0].numel()
+        start = rank_in[str(gather.args[2])] * node_stand_ins(new)[0].numel()
         with graph.inserting_before(next(n for n in graph.nodes if not is_input(n))):
-            own_part = _view_leaf(graph, first, start, stand_ins_of(new)[0].numel())
-        for pack in [n for n in graph.nodes if name_of(n) == "cat"]:
+            own_part = _view_leaf(graph, first, start, node_stand_ins(new)[0].numel())
+        for pack in [n for n in graph.nodes if op_name(n) == "cat"]:
             if _lies_in(pack, own_part):
                 pack.replace_all_uses_with(own_part)
                 _erase_unused(graph, pack)
         with graph.inserting_before(gather):
-            written = graph.call_function(COPY, (own_part, new))
-        written.meta = {**gather.meta, "val": own_part.meta["val"]}
-        gather.args = (written, *gather.args[1:])
+            copy = graph.call_function(COPY, (own_part, new))
+        copy.meta = {**gather.meta, "val": own_part.meta["val"]}
+        gather.args = (copy, *gather.args[1:])
     return graph
 
 
-def _first_of_buffer(gather: Node) -> Node | None:
+def _first_buffer_leaf(gather: Node) -> Node | None:
     """Return the first leaf of a gathered unit if its leaves lie side by side in one buffer that the parts fill."""
     _, ranks, _, leaves, offsets = gather.args
     assert isinstance(leaves, Sequence) and isinstance(offsets, Sequence) and isinstance(ranks, int)
-    (new,) = stand_ins_of(gather.all_input_nodes[0])
-    tensors = [stand_ins_of(x)[0] for x in leaves if isinstance(x, Node)]
-    one = len({storage_id(x) for x in tensors}) == 1 and all(x.is_contiguous() for x in tensors)
-    if not one or [x.storage_offset() for x in tensors] != list(offsets):
+    (new,) = node_stand_ins(gather.all_input_nodes[0])
+    tensors = [node_stand_ins(x)[0] for x in leaves if isinstance(x, Node)]
+    is_one_buffer = len({storage_id(x) for x in tensors}) == 1 and all(x.is_contiguous() for x in tensors)
+    if not is_one_buffer or [x.storage_offset() for x in tensors] != list(offsets):
         return None
     fills = sum(x.numel() for x in tensors) == ranks * new.numel()
     return leaves[0] if fills and isinstance(leaves[0], Node) else None
@@ -137,7 +137,7 @@ def _first_of_buffer(gather: Node) -> Node | None:
 
 def _view_leaf(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
     """View a part of the buffer that a leaf lies in."""
-    (x,) = stand_ins_of(leaf)
+    (x,) = node_stand_ins(leaf)
     view = graph.call_function(aten.as_strided.default, (leaf, [numel], [1], start))
     view.meta = {"val": torch.as_strided(x, [numel], [1], start), "own_part": True}
     return view
@@ -145,14 +145,14 @@ def _view_leaf(graph: Graph, leaf: Node, start: int, numel: int) -> Node:
 
 def _lies_in(pack: Node, own_part: Node) -> bool:
     """Return whether a node concatenates exactly the pieces that the rank's own part consists of."""
-    (part,) = stand_ins_of(own_part)
+    (part,) = node_stand_ins(own_part)
     end = part.storage_offset()
     for piece in pack.all_input_nodes:
-        (x,) = stand_ins_of(piece)
+        (x,) = node_stand_ins(piece)
         if storage_id(x) != storage_id(part) or x.storage_offset() != end or x.dim() != 1 or not x.is_contiguous():
             return False
         end += x.numel()
-    return end == part.storage_offset() + part.numel() and stand_ins_of(pack)[0].dim() == 1
+    return end == part.storage_offset() + part.numel() and node_stand_ins(pack)[0].dim() == 1
 
 
 def _erase_unused(graph: Graph, node: Node) -> None:

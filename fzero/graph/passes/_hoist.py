@@ -19,11 +19,11 @@ from fzero.graph.ir import (
     is_maximum,
     is_wait,
     nbytes,
+    node_stand_ins,
     only_feeds,
     parameter_gathers,
-    stand_ins_of,
 )
-from fzero.graph.loop import Loop, loop_of, new_loop_function
+from fzero.graph.loop import Loop, new_loop_function, node_loop
 
 __all__ = ["hoist"]
 
@@ -47,13 +47,13 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         return graph
     graph = copy_graph(graph)
     for node in _loop_nodes(graph):
-        loop = loop_of(node)
+        loop = node_loop(node)
         assert loop is not None
         inputs = [n for n in loop.body.nodes if is_input(n)]
         constants = _map_constants(loop.body, inputs[: loop.sum_indices.stop])
         units = _waits_for(parameter_gathers(loop.body), constants)
         parts = _parts(loop.body, constants)
-        size = {w: nbytes(*stand_ins_of(w)) for w in units if w not in parts}
+        size = {w: nbytes(*node_stand_ins(w)) for w in units if w not in parts}
         total = sum(size.values())
         hoisted = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
         if parts:
@@ -65,7 +65,7 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
 
 
 def _loop_nodes(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if (loop := loop_of(n)) and loop.rank_schedule is None]
+    return [n for n in graph.nodes if (loop := node_loop(n)) and loop.rank_schedule is None]
 
 
 def _has_repeated_parts(graph: Graph) -> bool:
@@ -79,8 +79,8 @@ def _merge_parts(graph: Graph) -> None:
     parts = _parts(graph, constants)
     if not parts:
         return
-    for first, *others in [*parts.values(), *_scales(graph, constants).values()]:
-        for wait in others:
+    for first, *duplicates in [*parts.values(), *_scales(graph, constants).values()]:
+        for wait in duplicates:
             wait.replace_all_uses_with(first)
     graph.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
 
@@ -103,15 +103,15 @@ def _map_constants(graph: Graph, changing_inputs: Sequence[Node] = ()) -> dict[N
     These are gathers of the inputs, and what they need. In a loop's body some inputs change with the iteration.
     """
     changing = set(changing_inputs)
-    same: dict[Node, Node] = {}
+    constants_by_value: dict[Node, Node] = {}
     first: dict[Any, Node] = {}
     for n in graph.nodes:
         is_constant = changes_layout(n) or encodes(n) or is_gather(n) or is_wait(n) or is_maximum(n)
         if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
         else:
-            same[n] = n if is_input(n) else first.setdefault(describe(n, same), n)
-    return same
+            constants_by_value[n] = n if is_input(n) else first.setdefault(describe(n, constants_by_value), n)
+    return constants_by_value
 
 
 def _waits_for(collectives: Sequence[Node], constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
@@ -131,15 +131,15 @@ def _move_gathers(graph: Graph, node: Node, loop: Loop, units: dict[Node, list[N
     inputs = [n for n in loop.body.nodes if is_input(n)]
     operands = [a for a in node.args if isinstance(a, Node)]
     outside = dict(zip(inputs[1:], operands, strict=True))  # the body's first argument is the index of the iteration
-    moved: dict[Node, None] = {}
+    hoisted_gathers: dict[Node, None] = {}
     stack = [*units]
     while stack:
         n = stack.pop()
-        if not is_input(n) and n not in moved:
-            moved[n] = None
+        if not is_input(n) and n not in hoisted_gathers:
+            hoisted_gathers[n] = None
             stack += n.all_input_nodes
     with graph.inserting_before(node):
-        for n in [n for n in loop.body.nodes if n in moved]:
+        for n in [n for n in loop.body.nodes if n in hoisted_gathers]:
             outside[n] = graph.node_copy(n, outside.__getitem__)
         new = graph.call_function(new_loop_function(), (*operands, *[outside[w] for w in units]))
     new.meta = {**node.meta, "loop": replace(loop, body=_body_without_gathers(loop.body, units))}

@@ -17,7 +17,7 @@ from fzero.graph.ir import (
     is_input,
     is_view,
     is_wait,
-    stand_ins_of,
+    node_stand_ins,
     users_through_views,
 )
 
@@ -77,20 +77,20 @@ def move_early(graph: Graph) -> Graph:
     if not any(n.target is TO_HOST for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
-    moved: dict[Node, Node] = {}  # each factor, and its copy on the host
+    host_copies: dict[Node, Node] = {}  # each factor, and its copy on the host
     for node in [n for n in graph.nodes if n.target is TO_HOST]:
         views, scaling = _through_views(node.all_input_nodes[0])
         parts = _match_scaling(scaling)
         if parts is None:
             continue
         x, factor, first = parts
-        if factor not in moved:
+        if factor not in host_copies:
             with graph.inserting_after(factor):
-                moved[factor] = _add_operation(graph, factor, TO_HOST, (factor,))
+                host_copies[factor] = _add_operation(graph, factor, TO_HOST, (factor,))
         with graph.inserting_before(node):
             for view in reversed(views):
                 x = _add_operation(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
-            host_copy, number = _add_operation(graph, node, TO_HOST, (x,)), moved[factor]
+            host_copy, number = _add_operation(graph, node, TO_HOST, (x,)), host_copies[factor]
             operands = (host_copy, number) if first else (number, host_copy)
             node.replace_all_uses_with(_add_operation(graph, scaling, scaling.target, operands))
     graph.eliminate_dead_code()
@@ -114,13 +114,13 @@ def _match_scaling(node: Node) -> tuple[Node, Node, bool] | None:
     if node.target not in SCALINGS or node.kwargs or len(node.all_input_nodes) != 2:
         return None
     x, y = node.all_input_nodes
-    first = bool(stand_ins_of(x)[0].dim())
+    first = bool(node_stand_ins(x)[0].dim())
     if not first and node.target is aten.mul.Tensor:
         x, y = y, x
-    keeps_dtype = stand_ins_of(x)[0].dtype == stand_ins_of(node)[0].dtype
+    keeps_dtype = node_stand_ins(x)[0].dtype == node_stand_ins(node)[0].dtype
     return (
         (x, y, first)
-        if keeps_dtype and stand_ins_of(x)[0].dim() and not stand_ins_of(y)[0].dim() and not is_input(y)
+        if keeps_dtype and node_stand_ins(x)[0].dim() and not node_stand_ins(y)[0].dim() and not is_input(y)
         else None
     )
 

@@ -11,11 +11,11 @@ from fzero.graph.ir import (
     is_collective,
     is_input,
     is_wait,
+    node_stand_ins,
     signature,
-    source_of_wait,
-    stand_ins_of,
     storages,
     views_and_users,
+    wait_source,
 )
 
 __all__ = ["drop_lone_collectives"]
@@ -41,11 +41,11 @@ def drop_lone_collectives(graph: Graph, groups: Collection[str]) -> Graph:
     memory, index = storages(graph).indices, {n: i for i, n in enumerate(graph.nodes)}
     output_storages = {s for value in graph_results(graph) if isinstance(value, Node) for s in memory[value]}
     callers_storages = output_storages | {s for n in graph.nodes if is_input(n) for s in memory[n]}
-    for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(source_of_wait(n), groups)]:
-        start = source_of_wait(wait)
+    for wait in [n for n in graph.nodes if is_wait(n) and _runs_over(wait_source(n), groups)]:
+        start = wait_source(wait)
         operand = start.all_input_nodes[0]
         is_handed_out = output_storages & {*memory[wait]} and callers_storages & {*memory[operand]}
-        if not is_handed_out and signature(stand_ins_of(operand)[0]) == signature(stand_ins_of(wait)[0]):
+        if not is_handed_out and signature(node_stand_ins(operand)[0]) == signature(node_stand_ins(wait)[0]):
             if output_storages & {*memory[wait]}:
                 callers_storages |= {*memory[operand]}  # its memory is a result's now
             views = views_and_users(wait)[0][1:]

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import COMPILED, COPY, FUSED, copy_graph, stand_ins_of, users_through_views
+from fzero.graph.ir import COMPILED, COPY, FUSED, copy_graph, node_stand_ins, users_through_views
 from fzero.graph.planning import is_pointwise_kernel, is_tensor_reduction
 
 __all__ = ["mark_fused"]
@@ -22,7 +22,7 @@ def mark_fused(graph: Graph) -> Graph:
     for node in graph.nodes:
         if is_pointwise_kernel(node):
             node.meta[COMPILED] = True
-        if is_pointwise_kernel(node) and node.target is not COPY and stand_ins_of(node)[0].dim():
+        if is_pointwise_kernel(node) and node.target is not COPY and node_stand_ins(node)[0].dim():
             users = users_through_views(node)
             if users and all(_runs_over_elements_of(u, node) for u in users):
                 node.meta[FUSED] = True
@@ -31,7 +31,7 @@ def mark_fused(graph: Graph) -> Graph:
 
 def _runs_over_elements_of(user: Node, node: Node) -> bool:
     """Return whether a user is a kernel over exactly the elements of a value."""
-    (x,) = stand_ins_of(node)
+    (x,) = node_stand_ins(node)
     if is_tensor_reduction(user):
         return user.all_input_nodes == [node]
-    return is_pointwise_kernel(user) and stand_ins_of(user)[0].numel() == x.numel()
+    return is_pointwise_kernel(user) and node_stand_ins(user)[0].numel() == x.numel()

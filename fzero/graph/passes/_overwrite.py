@@ -6,8 +6,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero._torch import c10d
-from fzero.graph.ir import COPY, aten, copy_graph, graph_results, is_input, is_view, stand_ins_of, storages
-from fzero.graph.loop import loop_of
+from fzero.graph.ir import COPY, aten, copy_graph, graph_results, is_input, is_view, node_stand_ins, storages
+from fzero.graph.loop import node_loop
 
 __all__ = ["donate", "in_place"]
 
@@ -78,7 +78,7 @@ def in_place(graph: Graph) -> Graph:
     memory = storages(graph)
     readers: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        sums = {s for s in memory.indices.get(node, ()) if loop_of(node)}  # a loop only passes its sums on
+        sums = {s for s in memory.indices.get(node, ()) if node_loop(node)}  # a loop only passes its sums on
         for s in [] if is_view(node) else dict.fromkeys(memory.read_by(node)):
             if s in sums:
                 continue
@@ -98,4 +98,4 @@ def in_place(graph: Graph) -> Graph:
 
 
 def _are_dense(operands: Sequence[Node]) -> bool:
-    return all(x.is_contiguous() for a in operands for x in stand_ins_of(a))
+    return all(x.is_contiguous() for a in operands for x in node_stand_ins(a))

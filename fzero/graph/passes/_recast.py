@@ -2,7 +2,16 @@
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import CASTS, LATE, SCALINGS, collectives_before, copy_graph, nbytes, stand_ins_of, views_and_users
+from fzero.graph.ir import (
+    CASTS,
+    LATE,
+    SCALINGS,
+    collectives_before,
+    copy_graph,
+    nbytes,
+    node_stand_ins,
+    views_and_users,
+)
 from fzero.graph.passes._duplicate import duplicate
 from fzero.graph.passes._recompute import MIN_BYTES
 
@@ -26,14 +35,14 @@ def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     References:
         DeepSpeed's pull request 2079, which repeats the cast by hand, group by group.
     """
-    if not any(_only_widens(n) and nbytes(*stand_ins_of(n)) >= min_bytes for n in graph.nodes):
+    if not any(_only_widens(n) and nbytes(*node_stand_ins(n)) >= min_bytes for n in graph.nodes):
         return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     before = collectives_before(graph.nodes)
     for node in list(graph.nodes):
         sources = _operations_from_narrow(node)
-        if not sources or nbytes(*stand_ins_of(node)) < min_bytes:
+        if not sources or nbytes(*node_stand_ins(node)) < min_bytes:
             continue
         views, users = views_and_users(node)
         later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
@@ -51,7 +60,7 @@ def _operations_from_narrow(node: Node) -> list[Node]:
     """
     chain: list[Node] = []
     while node.target in SCALINGS and not node.kwargs:
-        operands = [a for a in node.all_input_nodes if stand_ins_of(a)[0].dim()]
+        operands = [a for a in node.all_input_nodes if node_stand_ins(a)[0].dim()]
         if len(operands) != 1:
             return []
         chain.insert(0, node)
@@ -63,5 +72,5 @@ def _only_widens(node: Node) -> bool:
     """Return whether a node casts a tensor to a dtype of more bytes, and does nothing else."""
     if node.target not in CASTS or not node.all_input_nodes:  # its operand may be a constant
         return False
-    (x,), (result,) = stand_ins_of(node.all_input_nodes[0]), stand_ins_of(node)
+    (x,), (result,) = node_stand_ins(node.all_input_nodes[0]), node_stand_ins(node)
     return x.dtype.itemsize < result.dtype.itemsize

@@ -21,7 +21,7 @@ from fzero.graph.ir import (
     is_view,
     is_wait,
     nbytes,
-    stand_ins_of,
+    node_stand_ins,
     views_and_users,
 )
 from fzero.graph.loop import BEGIN_REGION
@@ -61,7 +61,7 @@ def recompute(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
     # in reverse, so that the operands of a recomputed value see their new later use
     for node in reversed([n for n in graph.nodes if _is_repeatable(n)]):
         for result in _result_nodes(node):
-            if nbytes(*stand_ins_of(result)) >= min_bytes:
+            if nbytes(*node_stand_ins(result)) >= min_bytes:
                 _recompute_late_uses(graph, node, result, order)
     graph.eliminate_dead_code()
     return graph
@@ -86,19 +86,19 @@ def _recompute_late_uses(graph: Graph, node: Node, result: Node, order: _NodeOrd
     views, users = views_and_users(result)
     sources = [node] if result is node else [node, result]
     for cluster in _late_uses(result, users, order):
-        at = order.index[cluster[0]]
+        position = order.index[cluster[0]]
         if cluster[0] in order.feeding and all(
-            _is_live(x, at, order.index, _MAX_CHAIN_LENGTH) for x in node.all_input_nodes
+            _is_live(x, position, order.index, _MAX_CHAIN_LENGTH) for x in node.all_input_nodes
         ):
             copies = duplicate(graph, sources, views, cluster, order.index)
-            order.index.update(dict.fromkeys(copies, at))
+            order.index.update(dict.fromkeys(copies, position))
 
 
 def _late_uses(value: Node, users: Sequence[Node], order: _NodeOrder) -> list[list[Node]]:
     """List the uses of a value that lie apart from the first ones, and from each other; none of a graph's result."""
     if any(u.op == "output" for u in users):
         return []
-    size = nbytes(*stand_ins_of(value))
+    size = nbytes(*node_stand_ins(value))
 
     def apart(a: Node, b: Node) -> bool:
         return order.bytes_before[order.index[b]] - order.bytes_before[order.index[a] + 1] > _DISTANCE_FACTOR * size
@@ -109,7 +109,7 @@ def _late_uses(value: Node, users: Sequence[Node], order: _NodeOrder) -> list[li
 def _output_bytes(node: Node) -> int:
     if node.target is BEGIN_REGION:
         return _BETWEEN_REGIONS
-    return 0 if is_input(node) or is_view(node) else nbytes(*stand_ins_of(node))
+    return 0 if is_input(node) or is_view(node) else nbytes(*node_stand_ins(node))
 
 
 def _is_repeatable(node: Node) -> bool:
@@ -126,16 +126,18 @@ def _result_nodes(node: Node) -> Sequence[Node]:
     return [u for u in node.users if u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor)]
 
 
-def _is_live(node: Node, at: int, index: Mapping[Node, int], depth: int) -> bool:
+def _is_live(node: Node, position: int, index: Mapping[Node, int], depth: int) -> bool:
     """Return whether a value is live at a position: an argument, a value with later uses, or one to recompute."""
     value = _viewed_value(node)
     if is_input(value):
         return True
-    if any(index.get(user, at) >= at for user in views_and_users(value)[1]):
+    if any(index.get(user, position) >= position for user in views_and_users(value)[1]):
         return True
     source = value.all_input_nodes[0] if value.target is operator.getitem else value
     return (
-        depth > 0 and _is_repeatable(source) and all(_is_live(x, at, index, depth - 1) for x in source.all_input_nodes)
+        depth > 0
+        and _is_repeatable(source)
+        and all(_is_live(x, position, index, depth - 1) for x in source.all_input_nodes)
     )
 
 

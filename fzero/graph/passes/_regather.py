@@ -15,9 +15,9 @@ from fzero.graph.ir import (
     is_gather,
     is_input,
     nbytes,
+    node_stand_ins,
     only_feeds,
     parameter_gathers,
-    stand_ins_of,
     views_and_users,
 )
 from fzero.graph.loop import BEGIN_REGION
@@ -53,7 +53,7 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
         uses[wait] = sorted((u for u in users if u.op != "output"), key=index.__getitem__)
         if len(uses[wait]) < len(users):  # a result of the graph must stay in memory
             uses[wait] = []
-    order = _order_of_uses(uses, index)
+    order = _use_order(uses, index)
     for wait in waits:
         apart = functools.partial(_exceeds_reuse, order, max_reuse_bytes, wait)
         for cluster in clusters(uses[wait], apart)[1:]:
@@ -100,12 +100,12 @@ class _UseOrder(NamedTuple):
     region_index: dict[Node, int]
 
 
-def _order_of_uses(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _UseOrder:
+def _use_order(uses: Mapping[Node, Sequence[Node]], index: Mapping[Node, int]) -> _UseOrder:
     pairs = [(use, wait) for wait in uses for use in uses[wait]]
     pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
     begins = [i for n, i in index.items() if n.target is BEGIN_REGION]
     region_index = {use: bisect(begins, index[use]) for use, _ in pairs}
-    return _UseOrder([wait for _, wait in pairs], {pair: at for at, pair in enumerate(pairs)}, region_index)
+    return _UseOrder([wait for _, wait in pairs], {pair: rank for rank, pair in enumerate(pairs)}, region_index)
 
 
 def _exceeds_reuse(order: _UseOrder, max_reuse_bytes: float, wait: Node, a: Node, b: Node) -> bool:
@@ -116,11 +116,11 @@ def _exceeds_reuse(order: _UseOrder, max_reuse_bytes: float, wait: Node, a: Node
     if order.region_index[a] != order.region_index[b]:
         return True
     between, size = {wait}, 0
-    for at in range(order.rank[a, wait] + 1, order.rank[b, wait]):
-        other = order.waits[at]
+    for rank in range(order.rank[a, wait] + 1, order.rank[b, wait]):
+        other = order.waits[rank]
         if other not in between:
             between.add(other)
-            size += nbytes(*stand_ins_of(other))
+            size += nbytes(*node_stand_ins(other))
             if size > max_reuse_bytes:
                 return True
     return False

@@ -32,8 +32,8 @@ def send_early(graph: Graph) -> Graph:
 
 def _sent_first(region: Sequence[Node]) -> list[Node]:
     begin, *rest = region
-    needed = {n for n in rest if n.target is SEND}
+    needed_for_sends = {n for n in rest if n.target is SEND}
     for n in reversed(rest):
-        if n in needed:
-            needed.update(n.all_input_nodes)
-    return [begin, *[n for n in rest if n in needed], *[n for n in rest if n not in needed]]
+        if n in needed_for_sends:
+            needed_for_sends.update(n.all_input_nodes)
+    return [begin, *[n for n in rest if n in needed_for_sends], *[n for n in rest if n not in needed_for_sends]]

@@ -19,8 +19,8 @@ from fzero.graph.planning._phases import find_phases
 from fzero.graph.planning._plan import Plan, PlanSettings, RejectedSchedule, make_plan
 from fzero.graph.planning._storage_kinds import KINDS
 from fzero.graph.planning._subgraphs import (
+    argument_parts,
     find_scalars,
-    parts_of_arguments,
     read_by_kernels,
     resolve_alias,
     runs_alone,
@@ -38,6 +38,7 @@ __all__ = [
     "Plan",
     "PlanSettings",
     "RejectedSchedule",
+    "argument_parts",
     "device_live_bytes",
     "estimate_seconds",
     "exports",
@@ -51,7 +52,6 @@ __all__ = [
     "make_plan",
     "needed_views",
     "operands",
-    "parts_of_arguments",
     "peak_bytes",
     "phase_spans",
     "product_seconds",

@@ -64,8 +64,8 @@ class _Pool:
         free: its free blocks, the smallest first, of equal ones that with the lowest address.
     """
 
-    def __init__(self, small: bool, expandable: bool) -> None:
-        self.small, self.expandable = small, expandable
+    def __init__(self, is_small: bool, expandable: bool) -> None:
+        self.small, self.expandable = is_small, expandable
         self.reserved = 0
         self.free: list[_CachedBlock] = []
         self._segments = 0
@@ -175,17 +175,17 @@ def simulate_allocator(
     for size in kept:
         if size:
             allocator.allocate(size)
-    made: dict[int, list[int]] = {}
-    freed: dict[int, list[int]] = {}
+    allocated_at: dict[int, list[int]] = {}
+    freed_at: dict[int, list[int]] = {}
     for i, (start, stop, size) in enumerate(ranges):
         if size:
-            made.setdefault(start, []).append(i)
-            freed.setdefault(stop, []).append(i)
+            allocated_at.setdefault(start, []).append(i)
+            freed_at.setdefault(stop, []).append(i)
     for _ in range(_SIMULATED_STEPS):
         blocks: dict[int, tuple[_Pool, _CachedBlock]] = {}
-        for position in sorted({*made, *freed}):
-            for i in made.get(position, ()):
+        for position in sorted({*allocated_at, *freed_at}):
+            for i in allocated_at.get(position, ()):
                 blocks[i] = allocator.allocate(ranges[i][2])
-            for i in freed.get(position, ()):
+            for i in freed_at.get(position, ()):
                 allocator.release(*blocks.pop(i))
     return AllocatorPeaks(allocator.peak, allocator.reserved)

@@ -8,22 +8,22 @@ from typing import NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import (
+    argument_stand_ins,
     collective_kind,
-    collective_of,
     is_carried,
     is_collective,
     is_input,
     is_move,
     is_view,
     is_wait,
-    name_of,
     nbytes,
+    node_stand_ins,
     on_host,
-    stand_ins_of,
-    stand_ins_of_args,
-    start_of,
+    op_name,
+    source_collective,
+    wait_start,
 )
-from fzero.graph.loop import Loop, loop_of, pipeline_seconds
+from fzero.graph.loop import Loop, node_loop, pipeline_seconds
 from fzero.graph.planning._collective_seconds import collective_seconds, message_seconds
 from fzero.graph.planning._cost import Work, estimate_work
 from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction, unstored_values
@@ -135,19 +135,19 @@ class _Clocks:
             self.host.pass_on(node)
         elif is_collective(node):
             self._start(node)
-        elif loop := loop_of(node):
+        elif loop := node_loop(node):
             self._run_loop(loop)
         elif is_wait(node):
-            self._wait_until(self.ends.get(start_of(node), 0.0))
+            self._wait_until(self.ends.get(wait_start(node), 0.0))
         elif self._hardware.host_memory_bandwidth and is_move(node):
             self._move(node)
         elif node in self.host.nodes:
             seconds = _host_seconds(node, self._hardware)
             self.host.compute(node, seconds)
-            self.note("host", self.host.now - seconds, seconds, name_of(node), "host")
+            self.note("host", self.host.now - seconds, seconds, op_name(node), "host")
         else:
             work = self._kernels.estimate_work(node)
-            self.note("compute", self.work, work.seconds, name_of(node), work.limit)
+            self.note("compute", self.work, work.seconds, op_name(node), work.limit)
             self.work += work.seconds
 
     def note(self, stream: str, start: float, seconds: float, name: str, limit: str) -> None:
@@ -162,7 +162,7 @@ class _Clocks:
 
     def start_carried(self, node: Node) -> None:
         """Start a reduction that the iteration before left in flight, unless it has started: it began at its end."""
-        start = collective_of(node.meta["carried"])
+        start = source_collective(node.meta["carried"])
         if start not in self.ends:
             self._start(start)
 
@@ -198,11 +198,11 @@ class _Clocks:
         return first + (loop.iterations - 1) * iteration
 
     def _move(self, node: Node) -> None:
-        arrival, seconds = self.host.arrival(node), nbytes(*stand_ins_of(node)) / self._hardware.host_link_bandwidth
+        arrival, seconds = self.host.arrival(node), nbytes(*node_stand_ins(node)) / self._hardware.host_link_bandwidth
         if arrival > self.work:
             self.note("compute", self.work, arrival - self.work, "wait", "host")
             self.work = arrival
-        self.note("compute", self.work, seconds, name_of(node), "host link")
+        self.note("compute", self.work, seconds, op_name(node), "host link")
         self.work += seconds
         self.host.record_arrival(node, self.work)
 
@@ -224,16 +224,19 @@ class _Kernels:
         if not self._hardware.fuses or not (is_pointwise_kernel(node) or is_tensor_reduction(node)):
             return work
         operands = {_viewed_value(a): a for a in node.all_input_nodes}
-        read = next((self._operands_read[x] for x in operands if x in self._unstored), set[Node]())
-        moved = 0
+        sources = next((self._operands_read[x] for x in operands if x in self._unstored), set[Node]())
+        memory_bytes = 0
         for x, a in operands.items():
-            if x not in self._unstored and x not in read:
-                moved += min(nbytes(*stand_ins_of(x)), nbytes(*stand_ins_of(a)))  # an expanded view is not larger
-                read.add(x)
+            if x not in self._unstored and x not in sources:
+                # an expanded view is not larger
+                memory_bytes += min(nbytes(*node_stand_ins(x)), nbytes(*node_stand_ins(a)))
+                sources.add(x)
         if node in self._unstored:
-            self._operands_read[node] = read
-            return Work(0.0, moved / self._hardware.memory_bandwidth, 0.0)
-        return Work(0.0, (moved + nbytes(*stand_ins_of(node))) / self._hardware.memory_bandwidth, work.launch_seconds)
+            self._operands_read[node] = sources
+            return Work(0.0, memory_bytes / self._hardware.memory_bandwidth, 0.0)
+        return Work(
+            0.0, (memory_bytes + nbytes(*node_stand_ins(node))) / self._hardware.memory_bandwidth, work.launch_seconds
+        )
 
 
 def _viewed_value(node: Node) -> Node:
@@ -279,7 +282,8 @@ class _HostClock:
 def _host_seconds(node: Node, hardware: Hardware) -> float:
     """Estimate the seconds of one operation of the host."""
     return max(
-        nbytes(*stand_ins_of(node), *stand_ins_of_args(node)) / hardware.host_memory_bandwidth, hardware.launch_seconds
+        nbytes(*node_stand_ins(node), *argument_stand_ins(node)) / hardware.host_memory_bandwidth,
+        hardware.launch_seconds,
     )
 
 
@@ -289,5 +293,5 @@ def _host_work(graph: Graph) -> set[Node]:
 
 
 def _common_hardware(graph: Graph) -> Hardware:
-    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in stand_ins_of(n)}
+    kinds = {x.device.type for n in graph.nodes if is_input(n) for x in node_stand_ins(n)}
     return HARDWARE["cuda" if "cuda" in kinds else "cpu"]

@@ -119,10 +119,10 @@ def _transfer_seconds(kind: str, total: float, route: _Route, hardware: Hardware
     """Return the seconds that a collective's bytes take; a `limit` above 0 is the speed of its axis."""
     n, local_ranks, m = route
     if kind == "all_to_all":
-        within, beyond = total * (local_ranks - 1) / n, total * (n - local_ranks) / n
+        local_bytes, cross_machine_bytes = total * (local_ranks - 1) / n, total * (n - local_ranks) / n
         if limit:
-            return (within + beyond) / limit
-        return max(within / hardware.link_bandwidth, beyond / hardware.network_bandwidth)
+            return (local_bytes + cross_machine_bytes) / limit
+        return max(local_bytes / hardware.link_bandwidth, cross_machine_bytes / hardware.network_bandwidth)
     speed = limit or (
         hardware.link_bandwidth if m == 1 else min(hardware.link_bandwidth, local_ranks * hardware.network_bandwidth)
     )

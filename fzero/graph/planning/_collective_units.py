@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import METRIC, is_collective, is_input, stand_ins_of
-from fzero.graph.loop import loop_of
+from fzero.graph.ir import METRIC, is_collective, is_input, node_stand_ins
+from fzero.graph.loop import node_loop
 from fzero.sharding import default_units
 
 __all__ = ["infer_units"]
@@ -30,7 +30,7 @@ def infer_units(graph: Graph, loop_weights: Mapping[Node, str] | None = None) ->
             unit = _nearest_unit(n, applied)
             if unit:
                 units[n] = unit
-        elif loop := loop_of(n):
+        elif loop := node_loop(n):
             _, *arguments = [m for m in loop.body.nodes if is_input(m)]  # the first is the iteration's number
             body_weights = {
                 m: weights[a] for m, a in zip(arguments, n.args, strict=False) if isinstance(a, Node) and a in weights
@@ -41,7 +41,7 @@ def infer_units(graph: Graph, loop_weights: Mapping[Node, str] | None = None) ->
 
 def _moves_values(node: Node) -> bool:
     """Return whether a collective moves rows: it is an exchange, or its value has two dimensions or more."""
-    return "all_to_all" in str(node.target) or stand_ins_of(node)[0].dim() >= 2
+    return "all_to_all" in str(node.target) or node_stand_ins(node)[0].dim() >= 2
 
 
 def _unit_weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from fzero.graph.ir import aten, flops, nbytes, stand_ins_of, stand_ins_of_args
+from fzero.graph.ir import argument_stand_ins, aten, flops, nbytes, node_stand_ins
 from fzero.graph.planning._hardware import Hardware
 
 __all__ = ["Work", "estimate_work", "product_seconds"]
@@ -39,13 +39,13 @@ class Work(NamedTuple):
 
 def estimate_work(node: Node, hardware: Hardware) -> Work:
     """Estimate the seconds of one operation that is not a collective, and a kernel of its own."""
-    moved = nbytes(*stand_ins_of(node), *stand_ins_of_args(node))
-    return Work(_compute_seconds(node, hardware), moved / hardware.memory_bandwidth, hardware.launch_seconds)
+    memory_bytes = nbytes(*node_stand_ins(node), *argument_stand_ins(node))
+    return Work(_compute_seconds(node, hardware), memory_bytes / hardware.memory_bandwidth, hardware.launch_seconds)
 
 
 def _compute_seconds(node: Node, hardware: Hardware) -> float:
     count = flops(node)
-    operands = stand_ins_of_args(node)
+    operands = argument_stand_ins(node)
     compute = count / _operation_rate(node, hardware) if count else 0.0
     if compute and hardware.float32_slowdown != 1.0 and operands and operands[0].element_size() > 2:
         compute *= hardware.float32_slowdown
@@ -73,7 +73,7 @@ def _operation_rate(node: Node, hardware: Hardware) -> float:
     if packet not in _PRODUCTS:  # fused attention, or a convolution
         return hardware.attention_flops if "attention" in str(packet) else hardware.product_flops
     factors = [a for a in node.args if isinstance(a, Node)][_PRODUCTS[packet] :]
-    (*batch, m, k), (*_, n) = [stand_ins_of(a)[0].shape for a in factors[:2]]
+    (*batch, m, k), (*_, n) = [node_stand_ins(a)[0].shape for a in factors[:2]]
     return _product_rate(math.prod(batch), m, k, n, hardware)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 
 from torch.fx import Node
 
-from fzero.graph.ir import CASTS, COPY, FUSED, is_factory, is_pointwise, name_of, stand_ins_of, users_through_views
+from fzero.graph.ir import CASTS, COPY, FUSED, is_factory, is_pointwise, node_stand_ins, op_name, users_through_views
 from fzero.graph.planning._subgraphs import split_into_subgraphs
 
 __all__ = ["is_pointwise_kernel", "is_tensor_reduction", "unstored_values"]
@@ -16,12 +16,12 @@ _TENSOR_REDUCTIONS = {"sum", "mean", "linalg_vector_norm", "amax", "amin", "any"
 def is_pointwise_kernel(node: Node) -> bool:
     """Return whether a compiler makes a pointwise kernel of a node: it computes one tensor, element by element."""
     by_element = is_pointwise(node) or is_factory(node) or node.target is COPY or node.target in CASTS
-    return node.op == "call_function" and by_element and len(stand_ins_of(node)) == 1
+    return node.op == "call_function" and by_element and len(node_stand_ins(node)) == 1
 
 
 def is_tensor_reduction(node: Node) -> bool:
     """Return whether a node reduces a tensor, as by a sum."""
-    return name_of(node) in _TENSOR_REDUCTIONS
+    return op_name(node) in _TENSOR_REDUCTIONS
 
 
 def unstored_values(

@@ -10,11 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import Graph, Node
 
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.graph.ir import (
     Storages,
     collective_kind,
-    collective_of,
     full_bytes,
     is_carried,
     is_collective,
@@ -23,12 +22,13 @@ from fzero.graph.ir import (
     is_view,
     is_wait,
     nbytes,
-    source_of_wait,
-    stand_ins_of,
+    node_stand_ins,
+    source_collective,
     storages,
     storages_in,
+    wait_source,
 )
-from fzero.graph.loop import Loop, loop_of, peak_by_region, region_positions
+from fzero.graph.loop import Loop, node_loop, peak_by_region, region_positions
 from fzero.graph.planning._fused_values import unstored_values
 from fzero.graph.planning._storage_kinds import storage_kinds
 from fzero.graph.planning._workspaces import workspace_bytes
@@ -112,9 +112,9 @@ def _unlabeled_ranges(order: Sequence[Node], memory: Storages, scalars: Set[Node
     stops = _last_uses(position, repeated_waits, memory)
     starts = [-1 if is_input(n) and not is_carried(n) else position[n] for n in memory.producers]
     for node in order:
-        if loop := loop_of(node):
-            stored = memory.indices[node]
-            for s in stored[len(stored) - loop.carried_count :]:  # the last iteration has counted them
+        if loop := node_loop(node):
+            node_storages = memory.indices[node]
+            for s in node_storages[len(node_storages) - loop.carried_count :]:  # the last iteration has counted them
                 starts[s] += 1
     fused = unstored_values(order, scalars, memory.on_host)
     sizes = [0 if n in fused else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
@@ -137,18 +137,20 @@ def _last_uses(position: Mapping[Node, int], repeated_waits: Set[Node], memory: 
     stops = [position[n] for n in memory.producers]
     for node, i in position.items():
         # all parts of a view lie in one storage
-        used = [s for a in node.all_input_nodes for s in (memory.indices[a][:1] if is_view(a) else memory.indices[a])]
+        used_storages = [
+            s for a in node.all_input_nodes for s in (memory.indices[a][:1] if is_view(a) else memory.indices[a])
+        ]
         for source in (
             () if node in repeated_waits else _completed_collectives(node)
         ):  # a collective holds its operands until its wait
             if not is_carried(source):
-                used += memory.read_by(collective_of(source))
-        for s in used:
+                used_storages += memory.read_by(source_collective(source))
+        for s in used_storages:
             stops[s] = i if node.op != "output" else len(position)
     return stops
 
 
-def _last_uses_of(position: Mapping[Node, int], memory: Storages) -> list[int]:
+def _body_last_uses(position: Mapping[Node, int], memory: Storages) -> list[int]:
     return _last_uses(position, _repeated_waits(position), memory)
 
 
@@ -160,7 +162,7 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
     """
     ranges = []
     for node, i in position.items():
-        if loop := loop_of(node):
+        if loop := node_loop(node):
             ranges.append(Range(start=i, stop=i, bytes=iteration_peak_bytes(loop), kind="activations", label=ITERATION))
         if extra := workspace_bytes(node):
             ranges.append(Range(start=i, stop=i, bytes=extra, kind="buffers", label=f"workspace of {node.target}"))
@@ -168,8 +170,8 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
             continue
         for source in _completed_collectives(node):
             ranges += _pending_ranges(source, i if is_wait(node) else len(position), position)
-        if is_wait(node) and _is_gloo_reduce_scatter(source_of_wait(node)):
-            x = stand_ins_of(node)[0]
+        if is_wait(node) and _is_gloo_reduce_scatter(wait_source(node)):
+            x = node_stand_ins(node)[0]
             if full_bytes(node) > 2 * nbytes(x) and x.dtype in (torch.bfloat16, torch.float16):
                 # in float32: the sum, and one rank's part
                 ranges.append(Range(start=i, stop=i, bytes=4 * nbytes(x), kind="buffers", label="their sum"))
@@ -183,7 +185,7 @@ def _repeated_waits(order: Iterable[Node]) -> set[Node]:
     for node in order:
         if is_wait(node):
             source = node.all_input_nodes[0]
-            key = (collective_of(source), source.args[1] if source.target is operator.getitem else None)
+            key = (source_collective(source), source.args[1] if source.target is operator.getitem else None)
             (repeated.add(node) if key in visited else visited.add(key))
     return repeated
 
@@ -192,7 +194,9 @@ def _completed_collectives(node: Node) -> list[Node]:
     """List the collectives that end at a node: a wait's own, and at the output the reductions carried on."""
     if is_wait(node):
         return node.all_input_nodes
-    return [a for a in node.all_input_nodes if is_reduce_collective(collective_of(a))] if node.op == "output" else []
+    return (
+        [a for a in node.all_input_nodes if is_reduce_collective(source_collective(a))] if node.op == "output" else []
+    )
 
 
 def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> list[Range]:
@@ -200,20 +204,20 @@ def _pending_ranges(source: Node, stop: int, position: Mapping[Node, int]) -> li
     start = source.meta.get("carried", source)
     size, label = 0, "the ranks' parts"
     if _is_gloo_reduce_scatter(start):
-        size += max(full_bytes(start) - 2 * nbytes(*stand_ins_of(start)), 0)
+        size += max(full_bytes(start) - 2 * nbytes(*node_stand_ins(start)), 0)
     if is_carried(source):  # the iteration before allocated its operand
         size, label = size + full_bytes(start), "a reduction of the iteration before"
-    begin = position[source if is_carried(source) else collective_of(source)]
+    begin = position[source if is_carried(source) else source_collective(source)]
     return [Range(start=begin, stop=stop, bytes=size, kind="buffers", label=label)] if size else []
 
 
 def _is_gloo_reduce_scatter(source: Node) -> bool:
     """Return whether a collective, or an item of it, is fzero's own reduce_scatter on gloo."""
-    start = collective_of(source)
+    start = source_collective(source)
     return (
         is_collective(start)
         and collective_kind(start) == "reduce_scatter"
-        and stand_ins_of(source)[0].device.type == "cpu"
+        and node_stand_ins(source)[0].device.type == "cpu"
     )
 
 
@@ -232,7 +236,7 @@ def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     """Return ranges for the memory that other iterations hold during each region of a pipeline's iteration."""
     nodes = list(loop.body.nodes)
     live = live_bytes(ranges, len(nodes))
-    peaks = peak_by_region(loop, _last_uses_of)
+    peaks = peak_by_region(loop, _body_last_uses)
     added: list[Range] = []
     for region, positions in region_positions(nodes).items():
         size = peaks.get(region, 0) - max([live[i] for i in positions], default=0)
@@ -250,7 +254,11 @@ def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:
     iteration_range = (
         [
             Range(
-                start=0, stop=end, bytes=nbytes(*stand_ins_of(iteration)), kind="inputs", label="the iteration's number"
+                start=0,
+                stop=end,
+                bytes=nbytes(*node_stand_ins(iteration)),
+                kind="inputs",
+                label="the iteration's number",
             )
         ]
         if iteration.users
@@ -265,7 +273,7 @@ def iteration_peak_bytes(loop: Loop) -> int:
     For a pipeline's loop the memory of all iterations in flight counts.
     """
     if loop.rank_schedule is not None:
-        return max(peak_by_region(loop, _last_uses_of).values())
+        return max(peak_by_region(loop, _body_last_uses).values())
     if loop.body not in _PEAKS:
         order = list(loop.body.nodes)
         _PEAKS[loop.body] = max(
@@ -308,4 +316,4 @@ def _argument_label(node: Node, count: int) -> str:
 
 
 def _node_label(node: Node) -> str:
-    return node.meta.get("unit", "") or line_of(node) or str(node.target)
+    return node.meta.get("unit", "") or node_line(node) or str(node.target)

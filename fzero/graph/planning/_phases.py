@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from fzero._torch import is_backward
 from fzero.graph.ir import METRIC, flops, is_reduce_collective
-from fzero.graph.loop import loop_of
+from fzero.graph.loop import node_loop
 
 __all__ = ["PHASES", "find_phases"]
 
@@ -23,7 +23,7 @@ def find_phases(graph: Graph) -> dict[Node, str]:
     nodes = [n for n in graph.nodes if n.op != "output"]
     phase_of = _find_phases(nodes)
     for node in nodes:
-        if loop := loop_of(node):
+        if loop := node_loop(node):
             phase_of |= find_phases(loop.body)
     return phase_of
 
@@ -51,7 +51,7 @@ def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
 
 
 def _has_gradients(node: Node) -> bool:
-    loop = loop_of(node)
+    loop = node_loop(node)
     return loop is not None and any(is_backward(n) for n in loop.body.nodes)
 
 

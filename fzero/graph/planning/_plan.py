@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fzero._arguments import check_choice
 from fzero._report import FigureReport
-from fzero._torch import line_of, matrix_workspace_bytes
+from fzero._torch import matrix_workspace_bytes, node_line
 from fzero.graph.ir import (
     aten,
     collective_axes,
@@ -22,11 +22,11 @@ from fzero.graph.ir import (
     is_input,
     is_move,
     moved_numel,
-    name_of,
     nbytes,
-    stand_ins_of,
+    node_stand_ins,
+    op_name,
 )
-from fzero.graph.loop import Loop, SentMessage, loop_of, sent_messages
+from fzero.graph.loop import Loop, SentMessage, node_loop, sent_messages
 from fzero.graph.planning import _views
 from fzero.graph.planning._caching_allocator import AllocatorPeaks, simulate_allocator
 from fzero.graph.planning._clocks import estimate_seconds, seconds_by_bound, timeline
@@ -53,14 +53,14 @@ def _list_operations(graph: Graph) -> list[_ListedOperation]:
         if node.op == "output":
             continue
         operations.append(_ListedOperation(node, 1))
-        if loop := loop_of(node):
+        if loop := node_loop(node):
             operations += [_ListedOperation(n, loop.iterations) for n in loop.body.nodes if n.op == "call_function"]
     return operations
 
 
 def _device_type(operations: Iterable[_ListedOperation]) -> str:
     """Return the type of the device on which values lie: the accelerator's, if one of them is there."""
-    kinds = {x.device.type for n, _ in operations for x in stand_ins_of(n)}
+    kinds = {x.device.type for n, _ in operations for x in node_stand_ins(n)}
     return min(sorted(kinds), key=("cpu", "meta").__contains__, default="cpu")
 
 
@@ -70,7 +70,9 @@ _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
 def _workspace_bytes(operations: Iterable[_ListedOperation]) -> int:
     """Return the bytes that matrix products take for themselves, on the device of their results."""
     kinds = {
-        stand_ins_of(n)[0].device.type for n, _ in operations if getattr(n.target, "overloadpacket", None) in _PRODUCTS
+        node_stand_ins(n)[0].device.type
+        for n, _ in operations
+        if getattr(n.target, "overloadpacket", None) in _PRODUCTS
     }
     return max([matrix_workspace_bytes(kind) for kind in kinds], default=0)
 
@@ -81,7 +83,7 @@ def _plan_ranges(graph: Graph) -> list[Range]:
     last: list[int] = []
     inner: list[Range] = []
     for node in graph.nodes:
-        position, loop = last[-1] + 1 if last else 0, loop_of(node)
+        position, loop = last[-1] + 1 if last else 0, node_loop(node)
         body_ranges = [] if loop is None else _body_ranges(loop)
         first.append(position)
         last.append(position + (0 if loop is None else _body_length(loop)))
@@ -317,7 +319,7 @@ class Plan(FigureReport):
 
     _caption = "live bytes over the step"
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         return _views.draw(self)
 
     def to_json(self) -> str:
@@ -364,7 +366,7 @@ def make_plan(
         rejected=tuple(rejected),
         transfers=tuple(
             [
-                _Transfer(i, name_of(n), nbytes(*stand_ins_of(n)), times)
+                _Transfer(i, op_name(n), nbytes(*node_stand_ins(n)), times)
                 for i, (n, times) in enumerate(ops)
                 if is_move(n)
             ]
@@ -373,7 +375,7 @@ def make_plan(
             [
                 m
                 for i, (n, _) in enumerate(ops)
-                if (loop := loop_of(n)) and loop.rank_schedule
+                if (loop := node_loop(n)) and loop.rank_schedule
                 for m in sent_messages(loop, i)
             ]
         ),
@@ -384,17 +386,17 @@ def make_plan(
 
 
 def _planned_operation(node: Node, times: int, phase: str) -> _Operation:
-    loop = loop_of(node)
+    loop = node_loop(node)
     target = display_name(node)
     if loop is not None:
         target = f"a {'loop' if loop.rank_schedule is None else 'pipeline'} of {loop.iterations} iterations"
-    return _Operation(node.name, target=target, line=line_of(node), flops=flops(node), times=times, phase=phase)
+    return _Operation(node.name, target=target, line=node_line(node), flops=flops(node), times=times, phase=phase)
 
 
 def _make_collective(
     position: int, node: Node, times: int, units: Mapping[Node, str], groups: Mapping[str, str] | None
 ) -> _Collective:
-    n, width = moved_numel(node), stand_ins_of(node)[0].element_size()
+    n, width = moved_numel(node), node_stand_ins(node)[0].element_size()
     unit = units.get(node) or node.meta.get("unit", "")
     return _Collective(
         position=position,

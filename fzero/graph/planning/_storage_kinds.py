@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from fzero.graph.ir import COPY, is_cheap, is_gather, is_linear, is_reduce_collective, users_through_views
-from fzero.graph.loop import loop_of
+from fzero.graph.loop import node_loop
 
 __all__ = ["KINDS", "storage_kinds"]
 KINDS = ("parameters", "optimizer state", "inputs", "gathered", "activations", "gradients", "buffers")
@@ -16,7 +16,7 @@ def storage_kinds(graph: Graph) -> dict[Node, str]:
     """Return the kind of each node's value, from how the node is connected to collectives and to work."""
     kinds: dict[Node, str] = {}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    sums = {a for n in nodes if (loop := loop_of(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
+    sums = {a for n in nodes if (loop := node_loop(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
     sets = _NodeSets(_after_reductions(nodes), _feeding_work(nodes), sums)
     for n in reversed(nodes):
         kinds[n] = _find_kind(n, sets, kinds)

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch.fx import Graph, Node
 
-from fzero._torch import chunk_of, storage_id
+from fzero._torch import node_chunk, storage_id
 from fzero.collectives import wait_to_host
 from fzero.graph.ir import (
     CASTS,
@@ -21,19 +21,19 @@ from fzero.graph.ir import (
     is_reduce_collective,
     is_view,
     is_wait,
-    name_of,
     nbytes,
+    node_stand_ins,
     on_host,
-    stand_ins_of,
+    op_name,
     users_through_views,
     write_part,
 )
-from fzero.graph.loop import loop_of
+from fzero.graph.loop import node_loop
 
 __all__ = [
+    "argument_parts",
     "find_scalars",
     "is_alias",
-    "parts_of_arguments",
     "read_by_kernels",
     "resolve_alias",
     "runs_alone",
@@ -67,7 +67,9 @@ def _is_zero_dim(node: Node) -> bool:
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor) and val.dim():  # so are nearly all
         return False
-    return bool(stand_ins_of(node)) and not any(x.dim() for a in (node, *node.all_input_nodes) for x in stand_ins_of(a))
+    return bool(node_stand_ins(node)) and not any(
+        x.dim() for a in (node, *node.all_input_nodes) for x in node_stand_ins(a)
+    )
 
 
 def split_into_subgraphs(
@@ -128,7 +130,7 @@ class _Boundaries:
     def begins_subgraph(self, node: Node, subgraph: Sequence[Node]) -> bool:
         """Return whether a node must not be compiled with the nodes of the open subgraph, and remember its own."""
         block = next((b for a in node.all_input_nodes if (b := _block_name(a))), "")
-        chunk, is_host = chunk_of(node), node in self.host
+        chunk, is_host = node_chunk(node), node in self.host
         is_other_block = block not in ("", self.block) or _overwrites_unseen(node, subgraph)
         is_other_chunk = chunk not in (None, self.chunk)  # Inductor would keep the values of several chunks at once
         is_other_memory = is_host != self.is_host
@@ -179,13 +181,17 @@ class _SubgraphBuilder:
         It is the first scalar subgraph after all the scalar's operands, so that the scalars of all units run at once. A
         write goes to the last scalar subgraph, since all readers of the overwritten value must come before.
         """
-        needed = max([self.subgraph_index.get(resolve_alias(a), -1) for a in node.all_input_nodes], default=-1)
-        if self.is_open and (needed == len(self.subgraphs) - 1 or _overwrites_for(node, self.subgraphs[-1])):
+        last_operand_index = max(
+            [self.subgraph_index.get(resolve_alias(a), -1) for a in node.all_input_nodes], default=-1
+        )
+        if self.is_open and (
+            last_operand_index == len(self.subgraphs) - 1 or _overwrites_for(node, self.subgraphs[-1])
+        ):
             return None
         begun = self._scalar_subgraphs
-        if not self.is_open and (node.target is COPY or not begun or begun[-1] < needed):
+        if not self.is_open and (node.target is COPY or not begun or begun[-1] < last_operand_index):
             self._begin_scalars()
-        return begun[-1] if node.target is COPY else begun[bisect_left(begun, needed)]
+        return begun[-1] if node.target is COPY else begun[bisect_left(begun, last_operand_index)]
 
     def _begin_scalars(self) -> None:
         """Begin a scalar subgraph, unless the last subgraph is one."""
@@ -200,13 +206,15 @@ class _SubgraphBuilder:
         arguments: without this move it would be in the previous block's update, which would store the scaled gradient.
         """
         for i, j in _neighbour_pairs(self.subgraphs, scalars):
-            written = {storage_id(x) for n in self.subgraphs[i] if n.target is COPY for x in stand_ins_of(n)}
+            overwritten_storages = {
+                storage_id(x) for n in self.subgraphs[i] if n.target is COPY for x in node_stand_ins(n)
+            }
             for node in reversed(self.subgraphs[i]):
                 users = users_through_views(node)
                 if (
                     not users
                     or any(self.subgraph_index.get(u) != j for u in users)
-                    or not _may_run_later(node, written, j, self.subgraph_index)
+                    or not _may_run_later(node, overwritten_storages, j, self.subgraph_index)
                 ):
                     continue
                 self.subgraphs[i].remove(node)
@@ -230,27 +238,29 @@ def _neighbour_pairs(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[N
     return neighbours[::-1]
 
 
-def _may_run_later(node: Node, written: AbstractSet[int], later: int, subgraph_index: Mapping[Node, int]) -> bool:
+def _may_run_later(
+    node: Node, overwritten_storages: AbstractSet[int], later: int, subgraph_index: Mapping[Node, int]
+) -> bool:
     """Return whether a node may run later: it is pointwise, its operands unwritten and no larger than its result."""
-    if not (is_pointwise(node) or node.target in CASTS) or len(stand_ins_of(node)) != 1:
+    if not (is_pointwise(node) or node.target in CASTS) or len(node_stand_ins(node)) != 1:
         return False
     inputs = [resolve_alias(a) for a in node.all_input_nodes]
-    if any(storage_id(x) in written for a in inputs for x in stand_ins_of(a)):
+    if any(storage_id(x) in overwritten_storages for a in inputs for x in node_stand_ins(a)):
         return False
     ends = [
         a
         for a in inputs
         if not is_input(a) and all(subgraph_index.get(u, later) == later or u is node for u in users_through_views(a))
     ]
-    return nbytes(*[x for a in ends for x in stand_ins_of(a)]) <= nbytes(*stand_ins_of(node))
+    return nbytes(*[x for a in ends for x in node_stand_ins(a)]) <= nbytes(*node_stand_ins(node))
 
 
 def _overwrites_for(node: Node, subgraph: list[Node]) -> bool:
     """Return whether a node writes an argument that a subgraph reads."""
     if node.target is not COPY:
         return False
-    written = resolve_alias(node.all_input_nodes[0])
-    return any(resolve_alias(a) is written for n in subgraph for a in n.all_input_nodes)
+    target = resolve_alias(node.all_input_nodes[0])
+    return any(resolve_alias(a) is target for n in subgraph for a in n.all_input_nodes)
 
 
 def _overwrites_unseen(node: Node, subgraph: Sequence[Node]) -> bool:
@@ -258,8 +268,10 @@ def _overwrites_unseen(node: Node, subgraph: Sequence[Node]) -> bool:
     if node.target is not COPY or not _is_own_part(node.all_input_nodes[0]):
         return False
     storage = storage_id(node.meta["val"])
-    read = [a for n in subgraph for a in n.all_input_nodes if any(storage_id(x) == storage for x in stand_ins_of(a))]
-    return not all(_is_own_part(a) for a in read)
+    readers = [
+        a for n in subgraph for a in n.all_input_nodes if any(storage_id(x) == storage for x in node_stand_ins(a))
+    ]
+    return not all(_is_own_part(a) for a in readers)
 
 
 def _is_own_part(node: Node) -> bool:
@@ -274,7 +286,7 @@ def runs_alone(node: Node) -> bool:
         moves
         or is_collective(node)
         or is_wait(node)
-        or loop_of(node) is not None
+        or node_loop(node) is not None
         or _packs_gradients(node)
         or node.target is write_part
     )
@@ -282,7 +294,7 @@ def runs_alone(node: Node) -> bool:
 
 def _packs_gradients(node: Node) -> bool:
     """Return whether a node packs a unit's gradients. Inductor would allocate the buffer at the first gradient."""
-    users = users_through_views(node) if name_of(node) in ("cat", "flatten_leaves") else []
+    users = users_through_views(node) if op_name(node) in ("cat", "flatten_leaves") else []
     return bool(users) and all(is_reduce_collective(u) for u in users)
 
 
@@ -290,7 +302,7 @@ def is_alias(node: Node) -> bool:
     """Return whether a node is a view, or an item of a view of several tensors, of a collective or of a loop."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and (is_view(source) or is_collective(source) or loop_of(source) is not None)
+        return isinstance(source, Node) and (is_view(source) or is_collective(source) or node_loop(source) is not None)
     return is_view(node)
 
 
@@ -307,7 +319,7 @@ def resolve_alias(node: Node) -> Node:
     return node
 
 
-def parts_of_arguments(graph: Graph) -> set[Node]:
+def argument_parts(graph: Graph) -> set[Node]:
     """List the views that divide an argument into several parts of one shape, such as micro-batches.
 
     The parts become arguments of segments. If a segment contained the part's offset, the segments of different parts
@@ -315,7 +327,7 @@ def parts_of_arguments(graph: Graph) -> set[Node]:
     """
     slices: dict[tuple[Node, torch.Size], list[Node]] = {}
     for n in graph.nodes:
-        argument = n.args[0] if name_of(n) == "slice" else None
+        argument = n.args[0] if op_name(n) == "slice" else None
         if isinstance(argument, Node) and is_input(argument):
             slices.setdefault((argument, n.meta["val"].shape), []).append(n)
     own_parts = {n for n in graph.nodes if _is_own_part(n)}

@@ -52,17 +52,20 @@ def summary(plan: "Plan") -> str:
             format_bytes(plan.allocator_peaks(expandable_segments=x).reserved_bytes) for x in (False, True)
         ]
         lines.append(f"torch's caching allocator reserves {reserved}, with expandable segments {expanding}")
-    moved, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
+    communicated_bytes, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
     if count:
-        lines.append(f"{count} collectives move {format_bytes(moved)}:")
+        lines.append(f"{count} collectives move {format_bytes(communicated_bytes)}:")
         lines += _group_lines(plan)
     if plan.messages:
         messages, bytes_ = sum([m.times for m in plan.messages]), sum([m.bytes * m.times for m in plan.messages])
         lines.append(f"{messages} messages along {plan.messages[0].axis} send {format_bytes(bytes_)}")
     if plan.transfers:
-        down, up = (sum(t.bytes * t.times for t in plan.transfers if t.kind == k) for k in ("to_host", "to_device"))
+        to_host_bytes, to_device_bytes = (
+            sum(t.bytes * t.times for t in plan.transfers if t.kind == k) for k in ("to_host", "to_device")
+        )
         lines.append(
-            f"{len(plan.transfers)} transfers: {format_bytes(down)} to the host, {format_bytes(up)} to the device"
+            f"{len(plan.transfers)} transfers: {format_bytes(to_host_bytes)} to the host, "
+            f"{format_bytes(to_device_bytes)} to the device"
         )
     rejected = f"; {len(plan.rejected)} other schedules were rejected" if plan.rejected else ""
     lines.append(f"{_work_text(plan)}{rejected}; details() lists all")
@@ -113,8 +116,8 @@ def _fold_names(units: list[str]) -> str:
 
 def details(plan: "Plan") -> str:
     """Return all details: live values at the peak by leaf and line, each collective in order, and the schedules."""
-    moved, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
-    lines = [headline(plan), f"{_work_text(plan)}; {count} collectives move {format_bytes(moved)}"]
+    communicated_bytes, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
+    lines = [headline(plan), f"{_work_text(plan)}; {count} collectives move {format_bytes(communicated_bytes)}"]
     lines.append("schedule: " + _settings_text(plan.settings))
     for settings, peak, time in plan.rejected:
         lines.append(f"  rejected: {format_bytes(peak)}, {time:.3g} s with {_settings_text(settings)}")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fzero.graph.ir import COMPILED, aten, is_pointwise, nbytes, stand_ins_of, stand_ins_of_args
+from fzero.graph.ir import COMPILED, argument_stand_ins, aten, is_pointwise, nbytes, node_stand_ins
 
 __all__ = ["workspace_bytes"]
 
@@ -35,25 +35,25 @@ def workspace_bytes(node: Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in _CASTING and packet not in _CONVOLUTIONS:
         return 0
-    operands = stand_ins_of_args(node)
+    operands = argument_stand_ins(node)
     if not operands or any(x.device.type != "cpu" for x in operands):
         return 0
     if node.target is aten.convolution.default:
-        return max(nbytes(*operands[:2]), nbytes(*stand_ins_of(node)))
+        return max(nbytes(*operands[:2]), nbytes(*node_stand_ins(node)))
     if node.target is aten.convolution_backward.default:
         grad, x, _ = operands[:3]
         mask: Any = node.args[-1]
         return nbytes(grad) + (nbytes(x) if mask[0] else 0)
-    return _cast_bytes(packet, operands[0], stand_ins_of(node)[0].dtype) if packet in _CASTING else 0
+    return _cast_bytes(packet, operands[0], node_stand_ins(node)[0].dtype) if packet in _CASTING else 0
 
 
 def _promoted_bytes(node: Node) -> int:
     """Return the bytes of the copies of an operation's narrower operands in the promoted dtype."""
-    operands = [x for x in stand_ins_of_args(node) if x.is_floating_point() and x.dim()]
+    operands = [x for x in argument_stand_ins(node) if x.is_floating_point() and x.dim()]
     if len({x.dtype for x in operands}) < 2 or any(x.device.type != "cpu" for x in operands):
         return 0
-    wide = reduce(torch.promote_types, [x.dtype for x in operands])
-    return sum([x.numel() * wide.itemsize for x in operands if x.dtype is not wide])
+    promoted_dtype = reduce(torch.promote_types, [x.dtype for x in operands])
+    return sum([x.numel() * promoted_dtype.itemsize for x in operands if x.dtype is not promoted_dtype])
 
 
 def _cast_bytes(packet: Any, x: torch.Tensor, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ from fzero.graph._collector import pause_collector
 from fzero.graph._polynomials import Shapes
 from fzero.graph.ir import graph_results, is_input
 from fzero.graph.run._auto_backend import make_auto
-from fzero.graph.run._clock import COMPILED, current_recorder, record_time, source_of_segment
+from fzero.graph.run._clock import COMPILED, current_recorder, record_time, segment_source
 from fzero.graph.run._executable import (
     Executable,
     distinct_segments,
@@ -91,7 +91,7 @@ def _full_graph(graph: Graph, options: LoweringOptions) -> Executable:
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
-            return record_time(note, COMPILED, *source_of_segment(graph), lambda: compiled(args))
+            return record_time(note, COMPILED, *segment_source(graph), lambda: compiled(args))
         return run_marked(compiled, args) if is_profiling() else compiled(args)
 
     return Executable(run, compiled=compiled)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fzero._torch import is_backward, line_of, stack_of, wait_for_device
+from fzero._torch import is_backward, node_line, node_stack, wait_for_device
 from fzero._torch.watched import without_watchers
 from fzero.graph.ir import flops
-from fzero.graph.loop import loop_of
+from fzero.graph.loop import node_loop
 from fzero.graph.planning import find_phases
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "profiler_name",
     "record_operations",
     "record_time",
-    "source_of_segment",
+    "segment_source",
     "timed_graph",
 ]
 
@@ -96,7 +96,7 @@ class _TimedInterpreter(Interpreter):
             return super().run_node(n)
         plain, phase = super().run_node, self.phase_of.get(n.name, "")
         return record_time(
-            note, name=profiler_name(n.target), line=line_of(n), phase=phase, stack=stack_of(n), f=lambda: plain(n)
+            note, name=profiler_name(n.target), line=node_line(n), phase=phase, stack=node_stack(n), f=lambda: plain(n)
         )
 
 
@@ -109,16 +109,16 @@ def timed_graph(module: GraphModule, source: Graph) -> Callable[..., Any]:
     """
     phase_of = find_phases(source)
     pairs = list(zip(source.nodes, module.graph.nodes, strict=True))
-    loops = {copy.name for n, copy in pairs if loop_of(n)}
+    loops = {copy.name for n, copy in pairs if node_loop(n)}
     return _TimedInterpreter(module, {copy.name: phase_of.get(n, "") for n, copy in pairs}, loops).run
 
 
-def source_of_segment(graph: Graph) -> tuple[str, str, tuple[str, ...]]:
+def segment_source(graph: Graph) -> tuple[str, str, tuple[str, ...]]:
     """Return the line of a segment's most costly operation, the segment's phase ("backward" or ""), and its stack."""
     work = [n for n in graph.nodes if n.op == "call_function"]
     costliest = max(work, key=flops, default=None)
     phase = "backward" if any(is_backward(n) for n in work) else ""
-    return ("", phase, ()) if costliest is None else (line_of(costliest), phase, stack_of(costliest))
+    return ("", phase, ()) if costliest is None else (node_line(costliest), phase, node_stack(costliest))
 
 
 def profiler_name(target: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph
 
 from fzero._notice import warn_once
-from fzero._torch import DeviceGraph, copy_together, has_recordable_collectives, line_of
+from fzero._torch import DeviceGraph, copy_together, has_recordable_collectives, node_line
 from fzero.graph.ir import display_name, is_move
 from fzero.graph.loop import graphs_in
 from fzero.graph.run._clock import current_recorder
@@ -37,9 +37,9 @@ def check_recordable(graph: Graph, arguments: Arguments, mesh: Mesh | None, name
     for node in [n for g in graphs_in(graph) for n in g.nodes if is_move(n)]:
         raise ValueError(
             f"fzero.jit: device_graph=True cannot record {name}: {display_name(node)} at "
-            f"{line_of(node) or 'no known line'} moves a value to or from host memory, for which the host waits. Leave "
-            "out device_graph, or what needs the host: offload, or experts without a capacity in another dtype than "
-            "bfloat16"
+            f"{node_line(node) or 'no known line'} moves a value to or from host memory, for which the host waits. "
+            "Leave out device_graph, or what needs the host: offload, or experts without a capacity in another dtype "
+            "than bfloat16"
         )
     groups = [] if mesh is None or not mesh.distributed else [a.group for axes in mesh.bound_axes() for a in axes]
     if not all(has_recordable_collectives(group, device) for group in groups):
@@ -98,13 +98,13 @@ class RecordedStep:
                     "to fewer lengths (fzero.data), and continue with the results of the step"
                 )
                 return self.executable(args)
-            self.recording = self._record(args)
-        return self._run(self.recording, args)
+            self.recording = self._record_graph(args)
+        return self._replay(self.recording, args)
 
     def _addresses(self, args: Sequence[torch.Tensor]) -> dict[int, int]:
         return {i: args[i].data_ptr() for i in self.fixed}
 
-    def _record(self, args: Sequence[torch.Tensor]) -> _GraphMemory:
+    def _record_graph(self, args: Sequence[torch.Tensor]) -> _GraphMemory:
         """Record the executable as a device graph, on memory of its own for the arguments that change."""
         inputs = [None if i in self.fixed else torch.empty_like(x) for i, x in enumerate(args)]
         arguments = [x.detach() if static is None else static for x, static in zip(args, inputs, strict=True)]
@@ -119,7 +119,7 @@ class RecordedStep:
         outputs = [i for i, x in enumerate(graph.results) if isinstance(x, torch.Tensor)]
         return _GraphMemory(graph, inputs, self._addresses(args), outputs)
 
-    def _run(self, recording: _GraphMemory, args: Sequence[torch.Tensor]) -> Sequence[Any]:
+    def _replay(self, recording: _GraphMemory, args: Sequence[torch.Tensor]) -> Sequence[Any]:
         pairs = [(static, x) for static, x in zip(recording.inputs, args, strict=True) if static is not None]
         copy_together([static for static, _ in pairs], [x for _, x in pairs])
         recording.graph.run()

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fzero._torch import have_equal_strides, is_profiling, line_of
+from fzero._torch import have_equal_strides, is_profiling, node_line
 from fzero.collectives import gloo
 from fzero.graph.ir import COPY, WAIT, aten, copy_graph, is_input
-from fzero.graph.loop import Loop, loop_function, loop_of, pipeline_function, split
+from fzero.graph.loop import Loop, loop_function, node_loop, pipeline_function, split
 from fzero.graph.planning import resolve_alias
 from fzero.graph.run._clock import (
     COMPILED,
     current_recorder,
     profiler_name,
     record_time,
-    source_of_segment,
+    segment_source,
     timed_graph,
 )
 from fzero.graph.run._program import LoopProgram, Program
 from fzero.graph.run._published_waits import published_wait
 from fzero.graph.run._segment import Segment
-from fzero.graph.run._segment_compiler import Code, GraphFunction, name_of_code
+from fzero.graph.run._segment_compiler import Code, GraphFunction, segment_name
 from fzero.sharding import flatten_by_copies, flatten_leaves
 
 __all__ = ["Executable", "distinct_segments", "make_operations_executable", "make_segments_executable", "run_marked"]
@@ -71,8 +71,8 @@ def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
         RuntimeError: if it does.
     """
     inputs = [n for n in graph.nodes if is_input(n)]
-    written: set[Node] = {resolve_alias(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
-    if any(inputs[i] in written for i in mismatched):
+    overwritten: set[Node] = {resolve_alias(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
+    if any(inputs[i] in overwritten for i in mismatched):
         raise RuntimeError(
             "fzero.jit: the memory layout of an argument that the step writes into differs from the traced layout; "
             'please report this. backend="fx" runs without a compiler'
@@ -122,9 +122,9 @@ def make_operations_executable(graph: Graph, owned: Sequence[int] = ()) -> Execu
     _pop_owned(source, owned)
     graph = copy_graph(source)
     for node in graph.nodes:
-        loop = loop_of(node)
+        loop = node_loop(node)
         f = _make_loop_function(loop) if loop else _REPLACEMENTS.get(node.target, node.target)
-        node.target = published_wait(f, node.args[0], line_of(node)) if node.target is WAIT else f
+        node.target = published_wait(f, node.args[0], node_line(node)) if node.target is WAIT else f
     module = GraphModule({}, graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
@@ -135,7 +135,7 @@ def make_operations_executable(graph: Graph, owned: Sequence[int] = ()) -> Execu
         try:
             return module.forward(*inputs) if current_recorder() is None else timed_graph(module, source)(*inputs)
         except Exception as error:
-            _add_line(error, _line_of_failure(error, source))
+            _add_line(error, _failure_line(error, source))
             raise
 
     return Executable(run)
@@ -151,9 +151,9 @@ def _add_line(error: Exception, line: str) -> None:
         error.add_note(f"{_NOTE}{line}: {linecache.getline(file, int(number)).strip()}")
 
 
-def _line_of_failure(error: Exception, graph: Graph) -> str:
+def _failure_line(error: Exception, graph: Graph) -> str:
     """Return the user's line of the node whose generated code raised, "" if it is unknown."""
-    lines = {node.name: line_of(node) for node in graph.nodes}
+    lines = {node.name: node_line(node) for node in graph.nodes}
     for frame, number in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.startswith("<eval_with_key>"):
             text = linecache.getline(frame.f_code.co_filename, number, frame.f_globals)
@@ -169,8 +169,8 @@ def _make_loop_function(loop: Loop) -> Callable[..., list[torch.Tensor]]:
     return pipeline_function(loop, region_graphs, [make_operations_executable(g.graph, g.owned) for g in region_graphs])
 
 
-def _pop_only(one: list[torch.Tensor]) -> torch.Tensor:
-    return one.pop()
+def _pop_only(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors.pop()
 
 
 def _pop_owned(graph: Graph, owned: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ def distinct_segments(program: Program) -> list[Code]:
     """List the distinct segments of a program in the order of their first runs."""
     segments: dict[str, Segment] = {}
     for segment in program.segments():
-        segments.setdefault(name_of_code(segment.key), segment)
+        segments.setdefault(segment_name(segment.key), segment)
     return [
         Code(
             graph=x.graph,
@@ -251,14 +251,14 @@ def make_segments_executable(program: Program, compiled: Mapping[str, GraphFunct
             raise
         return [None if i is None else registers[i] for i in program.results]
 
-    names = [name_of_code(x.key) for x in program.segments()]
+    names = [segment_name(x.key) for x in program.segments()]
     return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))
 
 
 def _compiled_instruction(x: Any, compiled: Mapping[str, GraphFunction]) -> _CompiledInstruction:
     """Return how an instruction runs: a segment by its compiled code if there is any, a loop by its programs."""
     if isinstance(x, Segment):
-        code = None if x.scalars else compiled.get(name_of_code(x.key))
+        code = None if x.scalars else compiled.get(segment_name(x.key))
         return _CompiledInstruction(
             is_segment=True,
             f=make_operations_executable(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.stand_ins),
@@ -298,7 +298,7 @@ def _call_timed(f: GraphFunction, args: list[Any], origin: Any) -> Sequence[Any]
     note = current_recorder()
     if note is None or origin is None:
         return f(args)
-    return record_time(note, COMPILED, *source_of_segment(origin), lambda: f(args))
+    return record_time(note, COMPILED, *segment_source(origin), lambda: f(args))
 
 
 def run_marked(f: GraphFunction, args: list[Any], origin: Any = None) -> Sequence[Any]:

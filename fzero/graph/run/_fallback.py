@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fzero._format import format_bytes
 from fzero._notice import warn_once
 from fzero._torch import fork_random_state, have_equal_strides
-from fzero.graph.ir import FUSED, nbytes, stand_ins_of
+from fzero.graph.ir import FUSED, nbytes, node_stand_ins
 from fzero.graph.run._segment_compiler import (
     Code,
     CompileError,
@@ -142,8 +142,8 @@ def _show_tensor(x: torch.Tensor) -> str:
 
 def _cost_text(code: Code) -> str:
     """Describe the memory cost of running a segment's operations one by one; "" if there is none."""
-    stored = nbytes(*[x for n in code.graph.nodes if n.meta.get(FUSED) for x in stand_ins_of(n)])
-    return f"{format_bytes(stored)} more than planned" if stored else ""
+    fused_bytes = nbytes(*[x for n in code.graph.nodes if n.meta.get(FUSED) for x in node_stand_ins(n)])
+    return f"{format_bytes(fused_bytes)} more than planned" if fused_bytes else ""
 
 
 def all_refusals(refusals: Mapping[str, Refusal], mesh: Mesh | None) -> dict[str, Refusal]:
@@ -160,10 +160,10 @@ def serialize(refusals: Mapping[str, Refusal], rank: int) -> str:
 
 def merge_refusals(texts: Sequence[str]) -> dict[str, Refusal]:
     """Merge the serialized refusals of all ranks. The first rank's refusal of a segment is kept."""
-    merged: dict[str, Refusal] = {}
+    refusals_by_name: dict[str, Refusal] = {}
     for text in texts:
-        merged = {name: Refusal(*refusal) for name, refusal in json.loads(text).items()} | merged
-    return merged
+        refusals_by_name = {name: Refusal(*refusal) for name, refusal in json.loads(text).items()} | refusals_by_name
+    return refusals_by_name
 
 
 def notify(refusals: Sequence[Refusal], mesh: Mesh | None, strict: bool) -> None:
@@ -175,14 +175,14 @@ def notify(refusals: Sequence[Refusal], mesh: Mesh | None, strict: bool) -> None
     if not refusals:
         return
     segment, reason, _, rank = refusals[0]
-    more = len(refusals) - 1
-    segments = f"{segment}{f' and {more} more' if more else ''}{f' (on rank {rank})' if rank else ''}"
+    rest_count = len(refusals) - 1
+    segments = f"{segment}{f' and {rest_count} more' if rest_count else ''}{f' (on rank {rank})' if rank else ''}"
     if strict:
         raise CompileError(segments, reason)
     if mesh is not None and mesh.distributed and mesh.rank:
         return
-    stored = next((f", and with up to {r.cost}" for r in refusals if r.cost), "")
+    cost_text = next((f", and with up to {r.cost}" for r in refusals if r.cost), "")
     warn_once(
-        f"fzero.jit: {segments}: {reason}. So {'they run' if more else 'it runs'} operation by operation on every "
-        f'rank, as with backend="fx": slower{stored}. strict=True raises instead'
+        f"fzero.jit: {segments}: {reason}. So {'they run' if rest_count else 'it runs'} operation by operation on "
+        f'every rank, as with backend="fx": slower{cost_text}. strict=True raises instead'
     )

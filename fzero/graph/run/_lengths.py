@@ -23,8 +23,8 @@ from fzero.graph.run._segment_compiler import (
     GraphFunction,
     compile_all,
     is_compiled,
-    name_of_code,
     progress,
+    segment_name,
 )
 from fzero.graph.run._template import Template, compile_template, segment_integers, segment_structure
 from fzero.graph.run._workers import start_workers, worker_count
@@ -60,7 +60,7 @@ class Lengths:
     refused_names: set[str] = field(default_factory=set)
     templates: dict[Hashable, list[tuple[Template, GraphFunction, Callable[[int], bool]]]] = field(default_factory=dict)
 
-    def length_of(self, shapes: Shapes) -> int | None:
+    def call_length(self, shapes: Shapes) -> int | None:
         """Return the length of a call; None before a second length is known, or if more than one size changes."""
         if self.first is None:
             self.first = shapes
@@ -68,12 +68,12 @@ class Lengths:
             return self.start
         if [len(s) for s in shapes] != [len(s) for s in self.first]:
             return None
-        both = [
+        size_pairs = [
             (i, d, a, b)
             for i, (s, t) in enumerate(zip(self.first, shapes, strict=True))
             for d, (a, b) in _size_pairs(s, t)
         ]
-        changed = [(i, d, a, b) for i, d, a, b in both if a != b]
+        changed = [(i, d, a, b) for i, d, a, b in size_pairs if a != b]
         dims, pairs = frozenset((i, d) for i, d, *_ in changed), {(a, b) for *_, a, b in changed}
         if len(pairs) != 1 or (self.dims is not None and dims != self.dims):
             return None
@@ -99,12 +99,12 @@ class Lengths:
             polynomials = fit_all([sample, Sample(length, numbers), *rest[:1]]) or fit_all(
                 [sample, Sample(length, numbers)]
             )
-            name = name_of_code((structure, polynomials))
+            name = segment_name((structure, polynomials))
             if polynomials is not None and length > 1 and name not in tried:
                 return Template(code, length, polynomials, name)
         return None
 
-    def function_of(self, template: Template) -> GraphFunction | None:
+    def compiled_function(self, template: Template) -> GraphFunction | None:
         """Return the function of a template if it is compiled, else None."""
         entries = self.templates.get(segment_structure(template.code), ())
         return next((function for other, function, _ in entries if other.name == template.name), None)
@@ -116,7 +116,7 @@ class Lengths:
     def learn_planned(self, shapes: Shapes) -> None:
         """Record the segments of planned calls that have not run, except the call with these shapes."""
         for other_shapes, graph in self.planned_graphs:
-            if other_shapes != shapes and (length := self.length_of(other_shapes)) is not None:
+            if other_shapes != shapes and (length := self.call_length(other_shapes)) is not None:
                 self._record_segments(distinct_segments(make_program(make_copies_async(graph))), length)
         self.planned_graphs.clear()
 
@@ -154,26 +154,29 @@ def for_all_lengths(
         Functions by the name of the code.
     """
     lengths.learn_planned(shapes)
-    length = lengths.length_of(shapes)
+    length = lengths.call_length(shapes)
     if length is None:
         lengths.learn(codes, None)
         return {}
     templates = {code.name: template for code in codes if (template := lengths.choose_template(code, length))}
-    todo = {t.name: t for t in templates.values() if lengths.function_of(t) is None}
+    todo = {t.name: t for t in templates.values() if lengths.compiled_function(t) is None}
 
     def compile_one(code: Code) -> tuple[GraphFunction, Callable[[int], bool]] | Refusal:
         try:
-            function, holds = compile_template(todo[code.name])
+            function, holds_for = compile_template(todo[code.name])
             check_outputs(code, _bind_length(function, length))
         except CompileError as error:
             return Refusal(error.segment, error.reason, "")
-        return function, holds
+        return function, holds_for
 
-    missing = [t.code._replace(name=t.name) for t in todo.values()]
-    cold = [code for code in missing if not is_compiled(code)]
+    missing_codes = [t.code._replace(name=t.name) for t in todo.values()]
+    cold = [code for code in missing_codes if not is_compiled(code)]
     workers = start_workers(cold, worker_count(cold), templates=todo)
     try:
-        outcomes = {code.name: outcome for code, outcome in progress(compile_all(missing, compile_one), len(missing))}
+        outcomes = {
+            code.name: outcome
+            for code, outcome in progress(compile_all(missing_codes, compile_one), len(missing_codes))
+        }
     finally:
         workers.stop()
     refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, mesh)
@@ -182,7 +185,7 @@ def for_all_lengths(
         if not isinstance(outcome, Refusal) and name not in refusals:
             lengths.add(todo[name], *outcome)
     lengths.learn(codes, length)
-    functions = {name: lengths.function_of(template) for name, template in templates.items()}
+    functions = {name: lengths.compiled_function(template) for name, template in templates.items()}
     return {name: _bind_length(function, length) for name, function in functions.items() if function is not None}
 
 

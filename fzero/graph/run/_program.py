@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.collectives import start_to_host, wait_to_host
-from fzero.graph.ir import TO_HOST, copy_graph, graph_results, is_input, stand_ins_of, views_and_users
-from fzero.graph.loop import Loop, RegionGraph, loop_function, loop_of, pipeline_function, set_body, split
+from fzero.graph.ir import TO_HOST, copy_graph, graph_results, is_input, node_stand_ins, views_and_users
+from fzero.graph.loop import Loop, RegionGraph, loop_function, node_loop, pipeline_function, set_body, split
 from fzero.graph.planning import (
+    argument_parts,
     exports,
     find_scalars,
     needed_views,
     operands,
-    parts_of_arguments,
     runs_alone,
     sources,
     split_into_subgraphs,
@@ -131,9 +131,9 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
         graph: a scheduled graph.
         owned: the positions of the arguments that are freed after their last use; all others are the caller's.
     """
-    items = {item for n in graph.nodes if loop_of(n) for item in n.users}  # they count as values, like parts
+    items = {item for n in graph.nodes if node_loop(n) for item in n.users}  # they count as values, like parts
     subgraphs = split_into_subgraphs(graph.nodes)
-    parts, scalars = parts_of_arguments(graph) | items, find_scalars(graph.nodes)
+    parts, scalars = argument_parts(graph) | items, find_scalars(graph.nodes)
     result_values = [None if x is None else written_argument(x) for x in graph_results(graph)]
     values = [x for x in result_values if x is not None]
     view_values = needed_views(subgraphs, values) | parts
@@ -141,10 +141,10 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     instructions: list[_SingleOperation | Segment] = []
     for subgraph, exported in zip(subgraphs, exports(subgraphs, values), strict=True):
         single = runs_alone(subgraph[0])
-        used = subgraph[0].all_input_nodes if single else sources(operands(subgraph), parts)
+        operand_nodes = subgraph[0].all_input_nodes if single else sources(operands(subgraph), parts)
         # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
-        loop_items = list(subgraph[0].users) if loop_of(subgraph[0]) else []
-        singles = [*views_to(used, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
+        loop_items = list(subgraph[0].users) if node_loop(subgraph[0]) else []
+        singles = [*views_to(operand_nodes, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
         instructions += [_single_operation(node, register_of) for node in singles]
         compiled = None if single else make_segment(subgraph, exported, register_of, parts, scalars)
         if compiled is not None:
@@ -160,10 +160,10 @@ def _single_operation(node: Node, register_of: dict[Node, int]) -> _SingleOperat
     """Turn a node into an instruction, and give its result a register."""
     arguments = _Operands(node.args, node.kwargs, {a: register_of[written_argument(a)] for a in node.all_input_nodes})
     register_of[node] = len(register_of)
-    loop = loop_of(node)
+    loop = node_loop(node)
     target = _loop_program(loop) if loop else node.target
     assert not isinstance(target, str)
-    return _SingleOperation(target=target, arguments=arguments, out=register_of[node], free=[], line=line_of(node))
+    return _SingleOperation(target=target, arguments=arguments, out=register_of[node], free=[], line=node_line(node))
 
 
 def _loop_program(loop: Loop) -> LoopProgram:
@@ -179,7 +179,7 @@ def _record_frees(
     """Record on each instruction the registers that are free after it; `permanent` registers never are."""
     last: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
-        for register in _registers_of(instruction):
+        for register in _instruction_registers(instruction):
             last[register] = i
     frees: list[list[int]] = [[] for _ in instructions]
     for register, i in last.items():
@@ -188,7 +188,7 @@ def _record_frees(
     return [instruction._replace(free=free) for instruction, free in zip(instructions, frees, strict=True)]
 
 
-def _registers_of(instruction: _SingleOperation | Segment) -> list[int]:
+def _instruction_registers(instruction: _SingleOperation | Segment) -> list[int]:
     """List the registers that an instruction reads, then the registers that it writes."""
     if isinstance(instruction, Segment):
         return [*instruction.ins, *instruction.outs]
@@ -209,14 +209,14 @@ def make_copies_async(graph: Graph, kinds: Collection[str] = ("cuda",)) -> Graph
     Returns:
         A graph to run in its order; the graph itself if none of its arguments lies on such a device.
     """
-    if not any(stand_ins_of(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and stand_ins_of(n)):
+    if not any(node_stand_ins(n)[0].device.type in kinds for n in graph.nodes if is_input(n) and node_stand_ins(n)):
         return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if loop := loop_of(node):
+        if loop := node_loop(node):
             set_body(node, make_copies_async(loop.body, kinds))
-        elif node.target is TO_HOST and stand_ins_of(node.all_input_nodes[0])[0].device.type in kinds:
+        elif node.target is TO_HOST and node_stand_ins(node.all_input_nodes[0])[0].device.type in kinds:
             _wait_before_use(graph, node, index)
     return graph
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from fzero._liveness import current_heartbeat
-from fzero._torch import line_of
+from fzero._torch import node_line
 from fzero.graph.run._clock import profiler_name
 
 __all__ = ["published_wait"]
@@ -49,5 +49,5 @@ def _describe_collective(collective: Any, line: str) -> str:
     name = profiler_name(collective.target).rpartition("::")[2].partition(".")[0]
     for suffix in ("_coalesced", "_tensor", "_into"):
         name = name.removesuffix(suffix)
-    line = line or line_of(collective)
+    line = line or node_line(collective)
     return f"{name} at {os.path.basename(line)}" if line else name

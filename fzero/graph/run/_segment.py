@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.ir import COPY, is_input, name_of, signature
+from fzero.graph.ir import COPY, is_input, op_name, signature
 from fzero.graph.planning import operands, read_by_kernels, sources
 
 __all__ = ["Segment", "make_segment"]
@@ -30,17 +30,23 @@ def _rounded_operand(node: Node) -> Node | None:
     total = _operation_operands(node, "_to_copy", 1)
     parts = _operation_operands(total[0], "add", 2) if total else []
     step = _operation_operands(parts[1], "sub", 2) if parts else []
-    wide = [x for a in step for x in _operation_operands(a, "_to_copy", 1)]
-    if len(wide) != 2 or wide[1] is not parts[0] or len(wide[0].users) != 1:
+    operands = [x for a in step for x in _operation_operands(a, "_to_copy", 1)]
+    if len(operands) != 2 or operands[1] is not parts[0] or len(operands[0].users) != 1:
         return None
-    same = signature(wide[0].meta["val"]) == signature(node.meta["val"]) == signature(wide[1].meta["val"])
+    have_equal_signatures = (
+        signature(operands[0].meta["val"]) == signature(node.meta["val"]) == signature(operands[1].meta["val"])
+    )
     widened = [a.meta["val"].dtype for a in (*step, total[0])]
-    return wide[0] if same and all(x.itemsize > node.meta["val"].dtype.itemsize for x in widened) else None
+    return (
+        operands[0]
+        if have_equal_signatures and all(x.itemsize > node.meta["val"].dtype.itemsize for x in widened)
+        else None
+    )
 
 
 def _operation_operands(node: Node, name: str, count: int) -> list[Node]:
     """List the operands of a node if it is the operation `name` with exactly `count` operands, all nodes; else none."""
-    if name_of(node) != name or len(node.args) != count or "alpha" in node.kwargs:
+    if op_name(node) != name or len(node.args) != count or "alpha" in node.kwargs:
         return []
     operands = [a for a in node.args if isinstance(a, Node)]
     return operands if len(operands) == count else []

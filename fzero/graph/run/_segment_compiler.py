@@ -18,8 +18,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch.fx import Graph, GraphModule
 
-from fzero._torch import inductor, inductor_folder, line_of, start_cpu_probe, start_import
-from fzero.graph.ir import is_view, name_of
+from fzero._torch import inductor, inductor_folder, node_line, start_cpu_probe, start_import
+from fzero.graph.ir import is_view, op_name
 
 __all__ = [
     "Code",
@@ -34,8 +34,8 @@ __all__ = [
     "first_line",
     "is_compiled",
     "mark_compiled",
-    "name_of_code",
     "progress",
+    "segment_name",
 ]
 
 
@@ -130,7 +130,7 @@ class CompileError(RuntimeError):
         self.reason = reason
 
 
-def name_of_code(key: Hashable) -> str:
+def segment_name(key: Hashable) -> str:
     """Return the name of the segments with this key. It is the same in all processes."""
     return hashlib.sha256(str(key).encode()).hexdigest()[:32]
 
@@ -244,8 +244,8 @@ def compile_error(graph: Graph, location: str) -> Iterator[None]:
 def describe_segment(graph: Graph, location: str) -> str:
     """Describe a segment for the user: its operations, and their source lines."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    lines = list(dict.fromkeys(line for n in nodes if (line := line_of(n))))
-    names = list(dict.fromkeys(name_of(n) or str(n.target) for n in nodes if not is_view(n)))
+    lines = list(dict.fromkeys(line for n in nodes if (line := node_line(n))))
+    names = list(dict.fromkeys(op_name(n) or str(n.target) for n in nodes if not is_view(n)))
     traced_from = _first_listed(lines) or "no line of yours"
     return f"{location} ({len(nodes)} operations: {_first_listed(names)}), traced from {traced_from}"
 

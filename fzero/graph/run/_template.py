@@ -56,11 +56,11 @@ def compile_template(template: Template) -> tuple[GraphFunction, Callable[[int],
     def metadata(length: Any) -> tuple[list[TensorMetadata], list[TensorMetadata]]:
         numbers = iter(template.numbers[count:])
 
-        def metadata_of(x: torch.Tensor) -> TensorMetadata:
+        def tensor_metadata(x: torch.Tensor) -> TensorMetadata:
             shape, strides = map_integers((tuple(x.shape), x.stride()), lambda _: next(numbers).at(length))
             return shape, strides, x.dtype, x.device
 
-        return [metadata_of(x) for x in code.stand_ins], [metadata_of(x) for x in code.outputs]
+        return [tensor_metadata(x) for x in code.stand_ins], [tensor_metadata(x) for x in code.outputs]
 
     with compile_error(code.graph, code.location):
         functions = inductor_for_lengths(GraphModule({}, code.graph), arguments, metadata, template.length)

@@ -116,7 +116,7 @@ class Arguments:
         devices = [x.device for x in self.tensors if x.device.type != "cpu"]
         if not devices:
             return self
-        moved: dict[int, torch.Tensor] = {}
+        device_scalars: dict[int, torch.Tensor] = {}
         for i, x in enumerate(self.tensors):
             if x.dim() and x.device != devices[0]:
                 raise ValueError(
@@ -125,11 +125,11 @@ class Arguments:
                     "a step runs without device_graph"
                 )
             if x.device != devices[0]:
-                moved[i] = x.to(devices[0], non_blocking=True)
-        if not moved:
+                device_scalars[i] = x.to(devices[0], non_blocking=True)
+        if not device_scalars:
             return self
         pairs = zip(self.leaves, self.tensor_indices, strict=True)
-        return replace(self, leaves=[x if i is None else moved.get(i, x) for x, i in pairs])
+        return replace(self, leaves=[x if i is None else device_scalars.get(i, x) for x, i in pairs])
 
     def check_traceable(self) -> None:
         """Check that no tensor requires grad.

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero import _torch
-from fzero.graph.ir import aten, is_pointwise, is_random, name_of, signature, stand_ins_of
+from fzero.graph.ir import aten, is_pointwise, is_random, node_stand_ins, op_name, signature
 
 __all__ = ["replace_writes"]
 
@@ -30,7 +30,7 @@ def replace_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool
     Returns:
         Whether the writes were replaced. If not, the graph is unchanged.
     """
-    memory = {n: [_torch.storage_id(x) for x in stand_ins_of(n)] for n in graph.nodes if n.op != "output"}
+    memory = {n: [_torch.storage_id(x) for x in node_stand_ins(n)] for n in graph.nodes if n.op != "output"}
     written_memory = {s for node in writers for a in (node, *writers[node]) for s in memory[a]}
     replacements: dict[Node, _Replacement] = {}
     for n in memory:
@@ -49,7 +49,7 @@ def replace_writes(graph: Graph, writers: Mapping[Node, Sequence[Node]]) -> bool
         if node in replacements:
             operation, val = replacements[node]
             with graph.inserting_before(node):
-                replacing = graph.create_node("call_function", operation, node.args, node.kwargs, name_of(node)[:-1])
+                replacing = graph.create_node("call_function", operation, node.args, node.kwargs, op_name(node)[:-1])
             replacing.meta = {**node.meta, "val": val}
             memory[replacing], latest[memory[node][0]] = memory[node], replacing
     for node in reversed(replacements):
@@ -65,7 +65,7 @@ def _is_fresh(node: Node, memory: Mapping[Node, Sequence[int]]) -> bool:
 
 def _pure_counterpart(node: Node, into: Sequence[Node]) -> _Replacement | None:
     """Return the pure counterpart of a node's write, such as `add` for `add_`; None if it has none of the same form."""
-    name, target = name_of(node), node.target
+    name, target = op_name(node), node.target
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and [*into] == [node.args[0]] else None
     if packet is None or not isinstance(target, _torch.OpOverload) or is_random(node):
         return None

@@ -20,8 +20,8 @@ from fzero.graph.ir import (
     is_collective,
     is_input,
     nbytes,
+    node_stand_ins,
     signature,
-    stand_ins_of,
     views_and_users,
 )
 from fzero.graph.loop import insert_loops
@@ -145,7 +145,7 @@ def _check_constants(gm: GraphModule) -> None:
     """
     for node in gm.graph.nodes:
         if node.op == "get_attr" and _torch.is_stand_in(getattr(gm, str(node.target))):
-            line = next((_torch.line_of(user) for user in node.users), "")
+            line = next((_torch.node_line(user) for user in node.users), "")
             raise RuntimeError(
                 f"fzero.jit: the step uses{f' at {line}' if line else ''} a value that another trace computed. If an "
                 "earlier call stored it in an attribute or a global, pass it as an argument and return it as a result. "
@@ -161,7 +161,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
     constants: dict[str, Any] = {}
     graph = gm.graph
     first = next(n for n in graph.nodes if not is_input(n) and n.op != "get_attr")
-    example = next((x for n in graph.nodes for x in stand_ins_of(n) if n.op != "get_attr"), None)
+    example = next((x for n in graph.nodes for x in node_stand_ins(n) if n.op != "get_attr"), None)
     arguments: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
         if node.op != "get_attr":
@@ -204,8 +204,8 @@ def _is_move(node: Node, value: torch.Tensor) -> bool:
     """Return whether a node copies a value to an accelerator, and changes nothing else."""
     if node.target is not aten._to_copy.default:
         return False
-    device, *others = (node.kwargs.get(name) for name in ("device", "dtype", "layout", "memory_format"))
-    is_same = all(x in (None, own) for x, own in zip(others, (value.dtype, value.layout, None), strict=True))
+    device, *other_options = (node.kwargs.get(name) for name in ("device", "dtype", "layout", "memory_format"))
+    is_same = all(x in (None, own) for x, own in zip(other_options, (value.dtype, value.layout, None), strict=True))
     return is_same and isinstance(device, torch.device) and is_accelerator(device)
 
 
@@ -233,7 +233,7 @@ def _check_constant_tensors(traced: TracedGraph) -> None:
         if not isinstance(x, torch.Tensor):
             continue
         user = next(iter(n for n in traced.graph.nodes if n.meta.get("label") == name)).users
-        line = next((_torch.line_of(u) for u in user), "")
+        line = next((_torch.node_line(u) for u in user), "")
         text = f"the step captures a tensor {list(x.shape)} of {x.dtype}, used at {line}"
         if x.requires_grad or isinstance(x, torch.nn.Parameter):
             reason = "requires grad" if x.requires_grad else "is an nn.Parameter"

@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from fzero import _torch
 from fzero._torch.levels import unwrap
-from fzero.graph.ir import is_input, is_view, name_of
+from fzero.graph.ir import is_input, is_view, op_name
 from fzero.graph.loop import is_loop_slice
 
 __all__ = [
@@ -33,7 +33,7 @@ _PURE = "a step is pure: return the new value (x = x + 1, not x += 1)"
 def expose_batch_norm_writes(graph: Graph) -> None:
     """Replace `native_batch_norm`, whose schema hides its writes, by an operation whose schema shows them."""
     for node in graph.nodes:
-        hides_writes = name_of(node) == "native_batch_norm" and isinstance(node.args[3], Node) and node.args[5]
+        hides_writes = op_name(node) == "native_batch_norm" and isinstance(node.args[3], Node) and node.args[5]
         if hides_writes and str(node.target).endswith(".default"):
             node.target = torch.ops.aten._native_batch_norm_legit.default
 
@@ -83,7 +83,7 @@ def _refuse_writes(nodes: Iterable[Node], labels: dict[int, str]) -> None:
     """Refuse in-place writes into captured tensors, and into memory that has a label."""
     for node in nodes:
         for x in writes(node):
-            base = _base_of(x)
+            base = _view_base(x)
             is_tensor = isinstance(base.meta.get("val"), torch.Tensor)
             label = labels.get(_torch.storage_id(base.meta["val"])) if is_tensor else None
             label = "a captured tensor" if base.op == "get_attr" else label
@@ -107,7 +107,7 @@ def _check_operation(node: Node) -> None:
             f"fzero.jit: the step calls a custom operation that writes into its arguments {_target_and_line(node)}, "
             "and a graph of values cannot hold it: change it to return new tensors"
         )
-    if name_of(node) in _HIDDEN and _updates_statistics(node):
+    if op_name(node) in _HIDDEN and _updates_statistics(node):
         raise RuntimeError(
             "fzero.jit: the step runs a batch norm that writes running statistics behind torch's back "
             f"{_target_and_line(node)}: switch it off (with torch.backends.cudnn.flags(enabled=False)), "
@@ -123,10 +123,10 @@ def _updates_statistics(node: Node) -> bool:
 
 
 def _target_and_line(node: Node) -> str:
-    return f"({node.target}) at {_torch.line_of(node)}"
+    return f"({node.target}) at {_torch.node_line(node)}"
 
 
-def _base_of(node: Node) -> Node:
+def _view_base(node: Node) -> Node:
     """Follow views to their base; stop at a lifted literal, such as torch.tensor(3.0), which is a fresh tensor."""
     while (is_view(node) or is_loop_slice(node)) and node.all_input_nodes and "lift_fresh" not in str(node.target):
         node = node.all_input_nodes[0]

@@ -155,11 +155,11 @@ def _group_by_kind(call: DynamicBlockCall, cache: _CallCache, indices: Sequence[
         if cache_key not in cache:
             cache[cache_key] = _record_calls(partial(call.run, i), *inputs)
         calls = None if cache[cache_key] is None else [cache_key[1], *(cache[cache_key] or [])]
-        same = next((members for kind_calls, members in kinds if _are_same_calls(kind_calls, calls)), None)
-        if same is None:
+        same_kind = next((members for kind_calls, members in kinds if _are_same_calls(kind_calls, calls)), None)
+        if same_kind is None:
             kinds.append((calls, [i]))
         else:
-            same.append(i)
+            same_kind.append(i)
     return [members for _, members in kinds]
 
 

@@ -50,10 +50,10 @@ class BlockOrderError(ValueError):
 class _FirstValueOnly(tuple[Any, ...]):
     """A tuple from which a module may read the first value only; asking for its length or for more is an error."""
 
-    def __getitem__(self, at: Any) -> Any:
-        if at != 0:
+    def __getitem__(self, index: Any) -> Any:
+        if index != 0:
             raise HandoffError("where it reads more than the first value of a block,")
-        return super().__getitem__(at)
+        return super().__getitem__(index)
 
     def __len__(self) -> int:
         raise HandoffError("where it asks how many values a block returns,")

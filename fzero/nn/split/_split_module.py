@@ -96,7 +96,7 @@ class _SplitModule:
 
     def first(self, rest: NamedTensors, batch: Any) -> torch.Tensor:
         """Return the input of the first block: the embedded batch."""
-        x = self._record(self.shell, rest, batch).x
+        x = self._record_blocks(self.shell, rest, batch).x
         return x if self.tp is None or not self.tp.sequence else scatter_tokens(x, self.tp.axis)
 
     def block_arguments(self, batch: Any, dtype: torch.dtype | None = None) -> tuple[BlockArguments, ...]:
@@ -120,9 +120,9 @@ class _SplitModule:
         }
         structure = tree.flatten(batch)[1]
         if structure in self._cache.checked_structures:
-            return tuple(self._record(self.plain, zeros, batch).arguments)
+            return tuple(self._record_blocks(self.plain, zeros, batch).arguments)
         with DependencyTracker(list(zeros.values())) as tracker:
-            arguments = tuple(self._record(self.plain, zeros, batch).arguments)
+            arguments = tuple(self._record_blocks(self.plain, zeros, batch).arguments)
         for name, block_args in zip(self.names, arguments, strict=True):
             for path, x in zip(*tree.flatten_with_paths([block_args.args, block_args.kwargs])[:2], strict=True):
                 if tracker.holds(x):
@@ -160,7 +160,7 @@ class _SplitModule:
 
     def last(self, rest: NamedTensors, x: torch.Tensor, batch: Any) -> Any:
         """Return the module's output, given the output `x` of its last block."""
-        output_kind = self._cache.output_kind or self._record(self.shell, rest, batch).output_kind
+        output_kind = self._cache.output_kind or self._record_blocks(self.shell, rest, batch).output_kind
         x = x if self.tp is None or not self.tp.sequence else gather_tokens(x, self.tp.axis)
         return self._run_shell(self.shell, rest, batch, OutputReplacer(self.names, output_kind, x))
 
@@ -178,7 +178,7 @@ class _SplitModule:
         }
         return {**block_params, **params["rest"]}
 
-    def _record(self, shell: Apply, rest: NamedTensors, batch: Any) -> ArgumentRecorder:
+    def _record_blocks(self, shell: Apply, rest: NamedTensors, batch: Any) -> ArgumentRecorder:
         """Run the module until its last block, and record the arguments of its blocks."""
         first_error: Exception | None = None
         for output_kind in [self._cache.output_kind] if self._cache.output_kind else [*OutputKind]:
@@ -201,8 +201,8 @@ class _SplitModule:
     def _run_shell(self, shell: Apply, rest: NamedTensors, batch: Any, handler: BlockHandler) -> Any:
         args, kwargs = _call_arguments(batch)
         with handler:
-            out, written = shell(rest, self.constants, *args, **kwargs)
-        _check_constants(self.constants, written, "")
+            out, written_buffers = shell(rest, self.constants, *args, **kwargs)
+        _check_constants(self.constants, written_buffers, "")
         return out
 
     def _run_block(
@@ -270,8 +270,8 @@ def split_module(
     plain = functional(copy_module(module, {**shells, **shared}), ignore_writes=ignore_writes)
     rest = plain
     if tp is not None:
-        copied = copy_module(module, {**shells, **shared})
-        rest = functional(copied, tp=outside(tp, names), ignore_writes=ignore_writes)
+        module_copy = copy_module(module, {**shells, **shared})
+        rest = functional(module_copy, tp=outside(tp, names), ignore_writes=ignore_writes)
     split = _SplitModule(
         shell=_read_only(rest.apply),
         constants=rest.buffers,

@@ -83,8 +83,8 @@ def is_opt_state(values: object) -> bool:
     if type(values) is tuple:
         return any(is_opt_state(x) for x in values)
     # only of a named tuple: Dynamo cannot read the module of a built-in class, such as dict
-    return isinstance(values, tuple) and _is_of_optim(type(values))
+    return isinstance(values, tuple) and _is_optim_class(type(values))
 
 
-def _is_of_optim(kind: type) -> bool:
+def _is_optim_class(kind: type) -> bool:
     return kind.__module__.startswith("fzero.optim.") and kind.__name__.endswith("State")

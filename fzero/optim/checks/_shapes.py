@@ -119,7 +119,7 @@ def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
     Raises:
         ValueError: if they differ. The message names the first path.
     """
-    mismatch = _first_of_another_shape(grads, like)
+    mismatch = _first_shape_mismatch(grads, like)
     if mismatch is not None:
         path, shape, expected = mismatch
         raise ValueError(
@@ -146,7 +146,7 @@ def check_updates(params: Tree, updates: Tree) -> None:
         raise TypeError(f"apply_updates was given an optimizer as params: {order}")
     if isinstance(updates, tuple) and not isinstance(params, tuple):
         raise ValueError(f"apply_updates was given a tuple of {len(updates)} as updates: {order}")
-    mismatch = _first_of_another_shape(params, updates)
+    mismatch = _first_shape_mismatch(params, updates)
     if mismatch is not None:
         path, expected, shape = mismatch
         raise ValueError(
@@ -155,7 +155,7 @@ def check_updates(params: Tree, updates: Tree) -> None:
         )
 
 
-def _first_of_another_shape(values: Tree, others: Tree) -> tuple[str, list[int], list[int]] | None:
+def _first_shape_mismatch(values: Tree, others: Tree) -> tuple[str, list[int], list[int]] | None:
     """Return the path and both shapes of the first pair of leaves or shards whose shapes differ.
 
     Raises:

@@ -49,13 +49,19 @@ def check_has_method(opt: Any, method: str) -> None:
 def torch_optimizer_message(opt: Any) -> str:
     """Return an error message that says which fzero optimizer replaces an optimizer of torch.optim, or its class."""
     kind = opt if isinstance(opt, type) else type(opt)
-    own = kind.__module__.startswith("torch.")
-    name = f"a torch.optim.{kind.__name__}" if own else f"an optimizer of torch, {kind.__module__}.{kind.__qualname__}"
+    is_torch_class = kind.__module__.startswith("torch.")
+    name = (
+        f"a torch.optim.{kind.__name__}"
+        if is_torch_class
+        else f"an optimizer of torch, {kind.__module__}.{kind.__qualname__}"
+    )
     text = f"opt is {name}, which writes into parameters that it holds. A sharded step takes an (init, update) pair, "
     text += "two pure functions: "
     if kind.__name__ not in torch_equivalents():
-        whole = [f for f in _MAKERS.values() if next(iter(inspect.signature(f).parameters)) == "learning_rate"]
-        return f"{text}fzero.optim has {', '.join(sorted([f.__name__ for f in whole]))}, and links to chain your own"
+        optimizers = [f for f in _MAKERS.values() if next(iter(inspect.signature(f).parameters)) == "learning_rate"]
+        return (
+            f"{text}fzero.optim has {', '.join(sorted([f.__name__ for f in optimizers]))}, and links to chain your own"
+        )
     rate = "1e-3" if isinstance(opt, type) else repr(opt.defaults["lr"])
     return f"{text}fzero.optim.{kind.__name__.lower()}({rate})"
 

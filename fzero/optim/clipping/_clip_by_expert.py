@@ -95,7 +95,7 @@ def _layer_path(path: str, names: tuple[str, ...]) -> str | None:
 def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> Updates:
     """Scale the rows of each expert so that the norm of an expert's gradients is at most `max_norm`."""
     paths, entries, structure = tree.flatten_with_paths(grads, is_box)
-    layers = _layers_of_paths(paths, names)
+    layers = _expert_layers(paths, names)
     plain = [
         (i, layer)
         for i, (x, layer) in enumerate(zip(entries, layers, strict=True))
@@ -106,7 +106,7 @@ def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> U
     for i, layer in plain:
         sums.setdefault((), []).append((layer, _row_sums(paths[i], entries[i])))
     for u in units:
-        for axes, layer, squares in _row_sums_of_unit(u):
+        for axes, layer, squares in _unit_row_sums(u):
             sums.setdefault(axes, []).append((layer, squares))
     factors = _expert_factors(sums, max_norm)
     out = list(entries)
@@ -117,7 +117,7 @@ def _clip_experts(grads: Updates, max_norm: Scalar, names: tuple[str, ...]) -> U
     return tree.unflatten(structure, out)
 
 
-def _layers_of_paths(paths: Sequence[str], names: tuple[str, ...]) -> list[str | None]:
+def _expert_layers(paths: Sequence[str], names: tuple[str, ...]) -> list[str | None]:
     """Return the layer of each leaf, None for a leaf without experts.
 
     Raises:
@@ -144,8 +144,8 @@ def _units_with_experts(
 def _clip_unit(u: _ExpertUnit, factors: dict[str, torch.Tensor]) -> Shard:
     """Multiply each element of a shard by the factor of its expert; those of other leaves, and the padding, by 1."""
     box = u.unit.shard
-    one = factors[next(layer for layer in u.layers if layer is not None)].new_ones(1)
-    table = torch.cat([one if layer is None else factors[layer] for layer in (*u.layers, None)])
+    no_clip = factors[next(layer for layer in u.layers if layer is not None)].new_ones(1)
+    table = torch.cat([no_clip if layer is None else factors[layer] for layer in (*u.layers, None)])
     return Shard(_multiply_by_expert(box.data, table[_row_ids(u)]), box.spec_id)
 
 
@@ -187,7 +187,7 @@ def _row_sums(path: str, x: torch.Tensor) -> torch.Tensor:
     return at_least_float32(x).square().flatten(1).sum(1) if x.ndim > 1 else at_least_float32(x).square()
 
 
-def _row_sums_of_unit(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
+def _unit_row_sums(u: _ExpertUnit) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
     """Return for each leaf with experts the axes to sum its rows over, its layer, and its rows' sums of squares."""
     spec, box = traced_spec(u.unit.spec_id), u.unit.shard
     squares = at_least_float32(box.data).square()

@@ -14,7 +14,7 @@ from fzero.optim.checks import REMEDIES, torch_hints
 from fzero.optim.matrices._factored_sums import (
     FactoredSums,
     column_shape,
-    product_of_factors,
+    multiply_factors,
     row_shape,
     sums_of_squares,
 )
@@ -174,7 +174,7 @@ def _normalize_updates(
     for spec_id, box, members in sharded_units(paths, entries):
         by_index = {index: factors[position] for position, index in members}
         unit_factors: list[_Factors] = [by_index[index] for index in sorted(by_index)]
-        moment = product_of_factors(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
+        moment = multiply_factors(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
         out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), spec_id)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
@@ -202,10 +202,10 @@ def _new_means(
 
 
 def _root_factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Scalar) -> _Factors:
-    wide = at_least_float32(rows)
+    row_sums = at_least_float32(rows)
     if columns is None:
-        return _Factors(wide, None, min_root)
-    return _Factors(wide / wide.mean(-1, keepdim=True).clamp(min=min_root), at_least_float32(columns), min_root)
+        return _Factors(row_sums, None, min_root)
+    return _Factors(row_sums / row_sums.mean(-1, keepdim=True).clamp(min=min_root), at_least_float32(columns), min_root)
 
 
 def _full_direction(g: torch.Tensor, factors: _Factors) -> torch.Tensor:

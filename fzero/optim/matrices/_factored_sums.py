@@ -13,7 +13,7 @@ from fzero.axes import axis_index
 from fzero.collectives import psum
 from fzero.sharding import Shard, ShardedUnit, leaf_ids, sharded_units, traced_spec, unit_index
 
-__all__ = ["FactoredSums", "column_shape", "product_of_factors", "row_shape", "sums_of_squares"]
+__all__ = ["FactoredSums", "column_shape", "multiply_factors", "row_shape", "sums_of_squares"]
 
 
 _Shape = tuple[int, ...]
@@ -44,10 +44,10 @@ def sums_of_squares(paths: Sequence[str], entries: Sequence[Any]) -> list[Factor
     Raises:
         ValueError: if each rank along an axis has other leaves, as in a pipeline, because no rank has the sums of all.
     """
-    return [*_sums_of_full_leaves(entries), *_sums_of_units(sharded_units(paths, entries))]
+    return [*_full_leaf_sums(entries), *_unit_sums(sharded_units(paths, entries))]
 
 
-def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[FactoredSums]:
+def _full_leaf_sums(entries: Sequence[Any]) -> Iterator[FactoredSums]:
     positions_by_leaf: dict[Any, list[int]] = {}  # identity of a leaf -> positions
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
@@ -58,7 +58,7 @@ def _sums_of_full_leaves(entries: Sequence[Any]) -> Iterator[FactoredSums]:
         yield FactoredSums(positions, tuple(square.shape), rows, columns)
 
 
-def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[FactoredSums]:
+def _unit_sums(units: Sequence[ShardedUnit]) -> Iterator[FactoredSums]:
     """Yield the sums of sharded leaves; one psum completes the vectors of all units over the same axes."""
     units_by_axes: dict[tuple[str, ...], list[ShardedUnit]] = {}
     for unit in units:
@@ -73,18 +73,18 @@ def _sums_of_units(units: Sequence[ShardedUnit]) -> Iterator[FactoredSums]:
         vectors = [_local_sums(unit.shard) for unit in group]
         totals = psum(torch.cat(vectors), axes).split([len(sums) for sums in vectors])
         for unit, total in zip(group, totals, strict=True):
-            yield from _sums_of_leaves(unit, total)
+            yield from _split_unit_sums(unit, total)
 
 
 def _local_sums(box: Shard) -> torch.Tensor:
     """Return the sums of squares of this rank's shard, as the unit's vector of sums."""
-    squares, (row, column) = at_least_float32(box.data).square(), _indices_of_sums(box)
+    squares, (row, column) = at_least_float32(box.data).square(), _sum_indices(box)
     # the last one collects elements without a sum
     sums = squares.new_zeros(_sum_count(traced_spec(box.spec_id).full_shapes) + 1)
     return sums.index_add(0, row, squares).index_add(0, column, squares)[:-1]
 
 
-def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[FactoredSums]:
+def _split_unit_sums(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[FactoredSums]:
     """Split a unit's vector of sums into the sums of its leaves."""
     start = 0
     for index, shape in enumerate(traced_spec(unit.spec_id).full_shapes):
@@ -98,9 +98,7 @@ def _sums_of_leaves(unit: ShardedUnit, sums: torch.Tensor) -> Iterator[FactoredS
         yield FactoredSums([position for position, i in unit.members if i == index], shape, rows, columns)
 
 
-def product_of_factors(
-    box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]
-) -> torch.Tensor:
+def multiply_factors(box: Shard, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return for each element of a shard the product of its row's number and its column's number: `[k]`.
 
     An element without a row or a column has the factor 1 in place of its number.
@@ -112,7 +110,7 @@ def product_of_factors(
     """
     parts = [x.flatten() for pair in zip(rows, columns, strict=True) for x in pair if x is not None]
     numbers = torch.cat([*parts, torch.ones(1, dtype=parts[0].dtype, device=parts[0].device)])
-    row, column = _indices_of_sums(box)
+    row, column = _sum_indices(box)
     return numbers[row] * numbers[column]
 
 
@@ -156,7 +154,7 @@ def _leaf_ranges(shapes: Sequence[_Shape]) -> list[_LeafRange]:
     return [*ranges, _LeafRange(offset=0, width=1, area=1, rows=end, columns=end)]
 
 
-def _indices_of_sums(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_indices(box: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each element of a shard the indices of its row's and column's sums in the unit's vector: `[k]` each.
 
     Padding has no row, and elements of vectors and 0-d leaves have no column. Then the index is the end of the vector.
@@ -183,13 +181,13 @@ def _full_indices(box: Shard) -> torch.Tensor:
         firsts = [torch.zeros((), dtype=torch.int64, device=device) for _ in part]  # the part's place in each dimension
         for split in spec.split:
             firsts[split.dims[i]] = firsts[split.dims[i]] * split.size + axis_index(split.axis, device=device)
-        for dims in _dims_of_sums(len(part)):
+        for dims in _sum_dims(len(part)):
             indices.append(start + _flat_indices(dims, part, full, firsts, device))
             start += math.prod([full[d] for d in dims])
     return torch.cat([*indices, torch.full((1,), start, device=device)])
 
 
-def _dims_of_sums(ndim: int) -> Sequence[Sequence[int]]:
+def _sum_dims(ndim: int) -> Sequence[Sequence[int]]:
     """Return the dimensions over which the sums of a leaf range: those of its rows and of its columns."""
     if ndim < 2:
         return [range(ndim)]

@@ -14,9 +14,9 @@ from fzero.sharding import (
     OwnerAssignment,
     Shard,
     ShardedUnit,
-    assignment_of,
     intern_assignment,
     is_box,
+    lookup_assignment,
     sharded_units,
     traced_spec,
     unit_axes,
@@ -93,7 +93,7 @@ def _map_shards(
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
     assignment_id = intern_assignment(ranks, sizes, tuple(matrices))
-    assignment, options = assignment_of(assignment_id), AssignmentOptions(assignment_id)
+    assignment, options = lookup_assignment(assignment_id), AssignmentOptions(assignment_id)
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
         return _apply_along(first, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
@@ -101,7 +101,7 @@ def _map_shards(
     (parts,) = apply(first.token, "shards_to_parts", first.binding, options, *xs)
     stacks = apply(first.token, "parts_to_matrices", first.binding, options, exchange(parts))
     results = [
-        _map_stack_of_owner(f, stack, split) for stack, split in zip(stacks, _stack_splits(assignment), strict=True)
+        _map_owner_stack(f, stack, split) for stack, split in zip(stacks, _stack_splits(assignment), strict=True)
     ]
     (parts,) = apply(first.token, "matrices_to_parts", first.binding, options, *results)
     xs = apply(first.token, "parts_to_shards", first.binding, options, exchange(parts))
@@ -119,7 +119,7 @@ def _stack_splits(assignment: OwnerAssignment) -> list[tuple[tuple[str, int], ..
     return [split for _, _, split in assignment.stacks]
 
 
-def _map_stack_of_owner(f: _MatrixFunction, stack: torch.Tensor, split: Sequence[tuple[str, int]]) -> torch.Tensor:
+def _map_owner_stack(f: _MatrixFunction, stack: torch.Tensor, split: Sequence[tuple[str, int]]) -> torch.Tensor:
     """Apply `f` to a stack `[q, r, c]` of the owner's matrices; each rank of the axes in `split` has a part of each."""
     for axis, dim in reversed(split):
         stack = all_gather(stack, axis, dim=dim)

@@ -155,9 +155,9 @@ def _momentum_direction(
     """Return the momentum to step along, and the new moving average of the gradients."""
 
     def step(g: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = g.to(m.dtype)
-        new = lerp(m, wide, 1 - momentum)
-        return (lerp(wide, new, momentum) if nesterov else new).to(g.dtype), new
+        gradient = g.to(m.dtype)
+        new = lerp(m, gradient, 1 - momentum)
+        return (lerp(gradient, new, momentum) if nesterov else new).to(g.dtype), new
 
     if not stored_exactly:
         ahead, (average,) = map_moments(step, (True,), grads, (average,))

@@ -6,10 +6,10 @@ from fzero.optim.moments._moments import (
     MomentsLike,
     SixteenBit,
     check_moment,
-    elements_of,
     init_moment,
-    kind_of,
     map_moments,
+    moment_elements,
+    moment_kind,
     read_moments,
 )
 from fzero.optim.moments._rounding import round_at_random
@@ -20,10 +20,10 @@ __all__ = [
     "MomentsLike",
     "SixteenBit",
     "check_moment",
-    "elements_of",
     "init_moment",
-    "kind_of",
     "map_moments",
+    "moment_elements",
+    "moment_kind",
     "read_moments",
     "round_at_random",
 ]

@@ -86,13 +86,13 @@ def _value_in_units(place: float) -> float:
     return _round_to_float32(36 * total + (9 * place - 8))
 
 
-def _level_of(fraction: float, lines: list[_DecadeLine], signed: bool) -> float:
+def _quantization_level(fraction: float, lines: list[_DecadeLine], signed: bool) -> float:
     """Return the level of a fraction that is not negative, in float32's arithmetic: see `_decade_lines`."""
     if not fraction <= _LAST[signed]:
         return _LEVELS[signed]
     exact = min([_round_to_float32(_round_to_float32(fraction * x.slope) + x.start) for x in lines])
-    whole = math.floor(exact)
-    return math.floor(_round_to_float32(exact - _EDGE)) if whole & (whole - 1) == 0 else whole
+    integer_part = math.floor(exact)
+    return math.floor(_round_to_float32(exact - _EDGE)) if integer_part & (integer_part - 1) == 0 else integer_part
 
 
 @functools.cache
@@ -110,16 +110,16 @@ def _last_below(start: float, index: int, lines: list[_DecadeLine], signed: bool
     """Return the largest float32 whose byte is at most `index` above that of 0, from a number near it."""
     level = index + (0 if signed else 1)
     x = _round_to_float32(start)
-    while _level_of(x, lines, signed) > level:
+    while _quantization_level(x, lines, signed) > level:
         x = _next_float32(x, -1)
-    while _level_of(_next_float32(x), lines, signed) <= level:
+    while _quantization_level(_next_float32(x), lines, signed) <= level:
         x = _next_float32(x)
     return x
 
 
-def _next_float32(x: float, by: int = 1) -> float:
+def _next_float32(x: float, steps: int = 1) -> float:
     """Return the next larger positive float32, or the next smaller one."""
-    return struct.unpack("f", struct.pack("I", struct.unpack("I", struct.pack("f", x))[0] + by))[0]
+    return struct.unpack("f", struct.pack("I", struct.unpack("I", struct.pack("f", x))[0] + steps))[0]
 
 
 @functools.cache
@@ -200,8 +200,8 @@ def encode(x: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> torch.Te
         return _compute_bytes(fractions, code.signed)
     flat = fractions.flatten()
     half = (view_bits(flat, torch.int32) >> 16) & 0xFFFF
-    least = code.tables.least.index_select(0, half).to(torch.int32)
-    return (least + (flat > code.tables.midpoints.index_select(0, least))).to(torch.uint8).view(x.shape)
+    least_codes = code.tables.least.index_select(0, half).to(torch.int32)
+    return (least_codes + (flat > code.tables.midpoints.index_select(0, least_codes))).to(torch.uint8).view(x.shape)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> torch.Tensor:
@@ -214,7 +214,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> torc
 
 
 def _compute_bytes(fractions: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Return the bytes of fractions without look-ups, as `_level_of` defines them."""
+    """Return the bytes of fractions without look-ups, as `_quantization_level` defines them."""
     sizes = fractions.abs() if signed else fractions
     first, *rest = [sizes * line.slope + line.start for line in _decade_lines(signed)]
     exact = functools.reduce(torch.minimum, rest, first)

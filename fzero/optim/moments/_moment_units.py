@@ -8,7 +8,7 @@ import torch
 
 from fzero.collectives import all_gather
 from fzero.optim.moments._eight_bit import DynamicCode, decode, encode
-from fzero.sharding import BlockMap, Shard, box_of, check_on_device, is_box, map_of_blocks, traced_spec
+from fzero.sharding import BlockMap, Shard, check_on_device, is_box, make_box, shard_block_map, traced_spec
 
 __all__ = ["MomentUnit", "StoredMoments", "maxima_at_borders", "moment_unit", "update_unit"]
 
@@ -43,7 +43,7 @@ class MomentUnit(NamedTuple):
 
 def moment_unit(position: int, grad: Shard, moments: list[StoredMoments], rest: Sequence[Any]) -> MomentUnit:
     check_on_device(grad, "an 8-bit moment")
-    blocks = map_of_blocks(grad.spec_id, moments[0].scales.spec_id, grad.device)
+    blocks = shard_block_map(grad.spec_id, moments[0].scales.spec_id, grad.device)
     scales = blocks.gather([m.scales for m in moments])
     return MomentUnit(
         position=position,
@@ -105,4 +105,4 @@ def update_unit(f: Any, unit: MomentUnit, at_borders: torch.Tensor | None) -> tu
         encode(x, scales.index_select(0, index), m.table)
         for x, m, scales in zip(new, unit.moments, maxima, strict=True)
     ]
-    return [box_of(spec_id, [x]) for x in (u, *codes)], maxima
+    return [make_box(spec_id, [x]) for x in (u, *codes)], maxima

@@ -18,10 +18,10 @@ from fzero.sharding import (
     Slot,
     block_shape,
     block_spec,
-    blocks_of_leaf,
-    box_of,
     check_on_device,
     is_box,
+    leaf_blocks,
+    make_box,
     traced_spec,
 )
 from fzero.tree import Tree
@@ -32,10 +32,10 @@ __all__ = [
     "MomentsLike",
     "SixteenBit",
     "check_moment",
-    "elements_of",
     "init_moment",
-    "kind_of",
     "map_moments",
+    "moment_elements",
+    "moment_kind",
     "read_moments",
 ]
 
@@ -102,12 +102,12 @@ MomentsLike = Moments | Literal["int8", "bfloat16"] | None
 _KINDS = {"int8": "in 8 bits", "bfloat16": "in bfloat16", None: "in the parameters' dtypes"}
 
 
-def kind_of(moment: Tree) -> str | None:
+def moment_kind(moment: Tree) -> str | None:
     """Return how a moment is stored: a kind of `Moments`, or None for a tree in the parameters' dtypes."""
     return {EightBit: "int8", SixteenBit: "bfloat16"}.get(type(moment))
 
 
-def elements_of(moment: Tree) -> Tree:
+def moment_elements(moment: Tree) -> Tree:
     """Return the tree of a moment that has an entry for each of the parameters' elements."""
     return moment[0] if isinstance(moment, EightBit | SixteenBit) else moment
 
@@ -132,13 +132,13 @@ def check_moment(moment: Tree, grads: Tree, policy: Moments | None) -> None:
         TypeError: if it is stored in another way.
         ValueError: if the gradients have another structure or other shapes.
     """
-    actual, expected = kind_of(moment), None if policy is None else policy.kind
+    actual, expected = moment_kind(moment), None if policy is None else policy.kind
     if actual != expected:
         raise TypeError(
             f"opt_state holds moments {_KINDS[actual]}, and the optimizer stores them {_KINDS[expected]}: convert the "
             "state, inside the mesh, by optim.convert_moments(opt_state, like=opt.init(params))"
         )
-    check_gradients_like(elements_of(moment), grads, "state")
+    check_gradients_like(moment_elements(moment), grads, "state")
 
 
 def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
@@ -166,7 +166,7 @@ def init_moment(params: Tree, policy: Moments | None, signed: bool) -> Tree:
         elif isinstance(x, Shard):
             check_on_device(x, "an 8-bit moment")
             scales_id = _scales_id(x.spec_id, policy)
-            scales[i] = box_of(
+            scales[i] = make_box(
                 scales_id, [x.data.new_zeros(traced_spec(scales_id).shard_numel, dtype=wide_dtype(x.dtype))]
             )
         elif isinstance(x, Slot):
@@ -208,15 +208,15 @@ def map_moments(
     tables = _tables_by_device(entries, signed)
     leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
     units: list[MomentUnit] = []
-    for position, (g, *others) in enumerate(zip(entries, *columns, strict=True)):
+    for position, (g, *other_entries) in enumerate(zip(entries, *columns, strict=True)):
         if not isinstance(g, torch.Tensor | Shard):
             continue
-        halves = zip(others[: len(parts) : 2], others[1 : len(parts) : 2], tables[g.device], strict=True)
-        stored, own_rest = [StoredMoments(*half) for half in halves], others[len(parts) :]
+        halves = zip(other_entries[: len(parts) : 2], other_entries[1 : len(parts) : 2], tables[g.device], strict=True)
+        stored, own_rest = [StoredMoments(*half) for half in halves], other_entries[len(parts) :]
         if isinstance(g, Shard):
             units.append(moment_unit(position, g, stored, own_rest))
             continue
-        key = tuple([tree.identity(x) for x in (g, *others)])
+        key = tuple([tree.identity(x) for x in (g, *other_entries)])
         if key not in leaves:
             leaves[key] = _update_leaf(f, g, stored, own_rest)
         rows[position] = leaves[key]
@@ -246,7 +246,7 @@ def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[StoredMoments], rest
 
     A leaf of whole blocks is updated as its blocks, so that a compiler sees loops over blocks alone.
     """
-    blocks = [blocks_of_leaf(m.codes, m.scales) for m in moments]
+    blocks = [leaf_blocks(m.codes, m.scales) for m in moments]
     shape = blocks[0].shape if blocks[0].numel() == g.numel() else g.shape
 
     def flat(blocks: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[StoredMoments], rest
     out = [u.view(g.shape)]
     for x, m in zip(new, moments, strict=True):
         is_single = g.shape == m.scales.shape
-        blocks_of_x = x if shape != g.shape else blocks_of_leaf(x, m.scales)
+        blocks_of_x = x if shape != g.shape else leaf_blocks(x, m.scales)
         maxima = (blocks_of_x if is_single else blocks_of_x.abs()).amax(1)
         out += [flat(encode(blocks_of_x, maxima[:, None], m.table)).view(g.shape), maxima.view(m.scales.shape)]
     return out

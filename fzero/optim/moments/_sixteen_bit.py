@@ -18,19 +18,19 @@ from fzero.random import key as random_key
 from fzero.sharding import (
     Shard,
     Slot,
-    box_of,
     check_on_device,
     empty_shape,
     gather_subset,
     is_box,
-    places_of_subset,
+    leaf_bits,
+    lookup_spec,
+    make_box,
     put_subset,
     scatter_subset,
-    spec_of,
+    shard_bits,
+    subset_places,
     subset_spec,
     traced_spec,
-    words_of_leaf,
-    words_of_shard,
 )
 from fzero.tree import Tree
 
@@ -70,7 +70,7 @@ def init_sixteen_bit(params: Tree, is_full: _IsFull) -> SixteenBit:
             check_on_device(x, "a moment in bfloat16")
             subset_id = _subset_id(x.spec_id, is_full)
             zeros = x.data.new_zeros(traced_spec(subset_id).shard_numel, dtype=wide_dtype(x.dtype))
-            full[i] = box_of(subset_id, [zeros])
+            full[i] = make_box(subset_id, [zeros])
         elif isinstance(x, Slot):
             full[i] = Slot(_subset_id(x.spec_id, is_full), x.index)
     return SixteenBit(values, tree.unflatten(structure, full), random_key(0))
@@ -83,7 +83,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @assume_constant_result
 def _unit_paths(spec_id: int) -> tuple[str, ...]:
-    return spec_of(spec_id).paths
+    return lookup_spec(spec_id).paths
 
 
 def full_leaves(spec_id: int, is_full: _IsFull) -> tuple[bool, ...]:
@@ -134,7 +134,7 @@ def _update_leaf(
     """Return the update of a full leaf, and the new values and full numbers of each moment."""
     is_full = values[0].shape == full[0].shape
     u, *new = f(g, *[v.to(x.dtype) for v, x in zip(values, full, strict=True)], *rest)
-    rounded = _round_moments(new, words_of_leaf(key, path, g))
+    rounded = _round_moments(new, leaf_bits(key, path, g))
     if is_full:
         u, *full = f(g, *full, *rest)
     pairs = zip(rounded, full, strict=True)
@@ -147,15 +147,15 @@ def _update_unit(
     """Return the update of a unit, and the new values and full numbers of each moment."""
     check_on_device(g, "a moment in bfloat16")
     spec_id, subset_id = g.spec_id, full[0].spec_id
-    wide = [v.data.to(x.dtype) for v, x in zip(values, full, strict=True)]
+    moments = [v.data.to(x.dtype) for v, x in zip(values, full, strict=True)]
     inputs = [x.data if is_box(x) else x for x in rest]
-    u, *new = f(g.data, *wide, *inputs)
-    rounded = _round_moments(new, words_of_shard(key, spec_id, g.device))
-    boxes = [box_of(subset_id, [x.data]) for x in full]
+    u, *new = f(g.data, *moments, *inputs)
+    rounded = _round_moments(new, shard_bits(key, spec_id, g.device))
+    boxes = [make_box(subset_id, [x.data]) for x in full]
     if traced_spec(subset_id).numel:
         u, boxes = _update_full_leaves(f, g, full, inputs, u)
-    pairs = zip([box_of(spec_id, [x]) for x in rounded], boxes, strict=True)
-    return [box_of(spec_id, [u]), *[x for pair in pairs for x in pair]]
+    pairs = zip([make_box(spec_id, [x]) for x in rounded], boxes, strict=True)
+    return [make_box(spec_id, [u]), *[x for pair in pairs for x in pair]]
 
 
 def _update_full_leaves(
@@ -167,13 +167,13 @@ def _update_full_leaves(
     """
     spec_id, subset_id = g.spec_id, full[0].spec_id
     k = traced_spec(spec_id).shard_numel
-    old, places = gather_subset(full), places_of_subset(spec_id, subset_id, g.device)
+    old, places = gather_subset(full), subset_places(spec_id, subset_id, g.device)
     if not k:
         return u, scatter_subset([torch.zeros_like(x) for x in old], places, spec_id, subset_id)
-    at = places.clamp(0, k - 1)
+    index = places.clamp(0, k - 1)
 
     def part(x: Any) -> Any:
-        return x.index_select(0, at) if isinstance(x, torch.Tensor) and x.ndim else x
+        return x.index_select(0, index) if isinstance(x, torch.Tensor) and x.ndim else x
 
     row, *new = f(part(g.data), *old, *[part(x) for x in rest])
     return put_subset(u, row, spec_id, subset_id), scatter_subset(new, places, spec_id, subset_id)

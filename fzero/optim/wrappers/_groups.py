@@ -81,15 +81,15 @@ def by_group(*groups: tuple[OptimizerLike, Mask]) -> Optimizer:
     return wrap_optimizers(init, update, *parts)
 
 
-def _merge_states(leaf_mask: Tree, state: OptState, own: OptState, structure: Any) -> OptState:
+def _merge_states(leaf_mask: Tree, state: OptState, group_state: OptState, structure: Any) -> OptState:
     """Take a group's own state where its mask is true, and its counts, which all groups have in common."""
     nodes, outer = tree.flatten(state, lambda x: _has_structure(x, structure))
-    own_nodes = tree.flatten(own, lambda x: _has_structure(x, structure))[0]
-    merged = [
+    own_nodes = tree.flatten(group_state, lambda x: _has_structure(x, structure))[0]
+    results = [
         tree.map(lambda m, a, b: where(m, b, a), leaf_mask, x, y) if _has_structure(x, structure) else y
         for x, y in zip(nodes, own_nodes, strict=True)
     ]
-    return tree.unflatten(outer, merged)
+    return tree.unflatten(outer, results)
 
 
 def _check_groups(full: Params, masks: Sequence[Mask]) -> None:

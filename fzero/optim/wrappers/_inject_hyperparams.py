@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero._arguments import check_callable, name_of
+from fzero._arguments import check_callable, function_name
 from fzero._tracebacks import api_boundary
 from fzero.optim._base import Optimizer, OptState, Params, Updates, optimizer_factory, wrap_optimizers
 
@@ -83,7 +83,7 @@ def inject_hyperparams(
         opt = injected.optimizer_with(injected.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu")))
         return wrap_optimizers(injected.init, injected.update, opt)
 
-    return optimizer_factory(make, f"inject_hyperparams({name_of(factory)})")
+    return optimizer_factory(make, f"inject_hyperparams({function_name(factory)})")
 
 
 @dataclass(frozen=True, eq=False)  # a trace may hash the optimizer, and dicts have no hash

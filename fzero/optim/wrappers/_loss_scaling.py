@@ -106,18 +106,18 @@ def dynamic_loss_scale(
 
     def update(grads: Updates, state: LossScaleState, params: Params | None = None) -> tuple[Updates, LossScaleState]:
         """Return the updates, which are zero if a gradient overflowed, and the state with the next scale."""
-        good = all_finite(grads)
+        is_finite = all_finite(grads)
         updates, inner = opt.update(grads, state.inner, params=params)
         # x + -0.0 is x for every x; 0.0 would change a parameter of -0.0 to 0.0
-        updates = map_spaces(lambda space, u: _select_if_good(good, space, u, torch.full_like(u, -0.0)), updates)
-        inner = map_spaces(partial(_select_if_good, good), inner, state.inner)
-        growth = torch.where(good, state.growth + 1, torch.zeros_like(state.growth))
+        updates = map_spaces(lambda space, u: _select_if_good(is_finite, space, u, torch.full_like(u, -0.0)), updates)
+        inner = map_spaces(partial(_select_if_good, is_finite), inner, state.inner)
+        growth = torch.where(is_finite, state.growth + 1, torch.zeros_like(state.growth))
         grows = growth >= growth_interval
         larger = (state.scale * growth_factor).clamp(max=maximum)
         smaller = (state.scale * backoff_factor).clamp(min=minimum)
-        scale = torch.where(good, torch.where(grows, larger, state.scale), smaller)
+        scale = torch.where(is_finite, torch.where(grows, larger, state.scale), smaller)
         growth = torch.where(grows, torch.zeros_like(growth), growth)
-        return updates, LossScaleState(scale, growth, state.skipped + ~good, inner)
+        return updates, LossScaleState(scale, growth, state.skipped + ~is_finite, inner)
 
     return replace(wrap_optimizers(init, update, opt), skips_overflow=True)
 
@@ -186,7 +186,7 @@ def _has_nonfinite(x: torch.Tensor) -> torch.Tensor:
     return (~x.isfinite()).any().to(torch.float32)
 
 
-def _select_if_good(good: torch.Tensor, space: str, new: Any, old: Any) -> Any:
+def _select_if_good(is_finite: torch.Tensor, space: str, new: Any, old: Any) -> Any:
     if not isinstance(new, torch.Tensor):
         return new
-    return torch.where(to_host(good) if space == "host" else good, new, old)
+    return torch.where(to_host(is_finite) if space == "host" else is_finite, new, old)

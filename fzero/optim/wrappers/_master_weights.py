@@ -117,10 +117,10 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         updates, inner = opt.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
         new = apply_updates(masters, updates)
 
-        def update_of(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        def choose_update(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
             return u if p.dtype == master else _to_rounded(p, m)
 
-        return tree.map(update_of, params, updates, new), MasterState(_distinct_masters(new, like), inner)
+        return tree.map(choose_update, params, updates, new), MasterState(_distinct_masters(new, like), inner)
 
     return replace(wrap_optimizers(init, update, opt), precision=precision)
 
@@ -128,8 +128,8 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
 def _distinct_masters(masters: Params, like: Params) -> Params:
     """Return the masters, with None for parameters that are in the masters' dtype; `like` has the dtypes."""
     entries, structure = tree.flatten(masters, is_box)
-    expected = [_dtype_of(x) for x in tree.leaves_up_to(masters, like, is_box)]
-    is_narrow = [to is not None and to != _dtype_of(x) for x, to in zip(entries, expected, strict=True)]
+    expected = [_entry_dtype(x) for x in tree.leaves_up_to(masters, like, is_box)]
+    is_narrow = [dtype is not None and dtype != _entry_dtype(x) for x, dtype in zip(entries, expected, strict=True)]
     narrow_units = {x.spec_id for x, narrow in zip(entries, is_narrow, strict=True) if isinstance(x, Shard) and narrow}
     is_kept = [x.spec_id in narrow_units if isinstance(x, Slot) else n for x, n in zip(entries, is_narrow, strict=True)]
     return tree.unflatten(structure, [x if keep else None for x, keep in zip(entries, is_kept, strict=True)])
@@ -220,7 +220,7 @@ def _is_master_state(x: object) -> bool:
 
 def _check_params(params: Params, precision: Precision) -> None:
     """Raise an error for a leaf without a gradient, and warn if parameters are in half precision already."""
-    narrow = []
+    half_precision_paths = []
     for path, x in zip(*tree.flatten_with_paths(params)[:2], strict=True):
         if not isinstance(x, torch.Tensor):
             continue
@@ -230,12 +230,12 @@ def _check_params(params: Params, precision: Precision) -> None:
                 "tree, such as the buffers"
             )
         if x.dtype.itemsize < 4:
-            narrow.append(path)
-    if narrow:
+            half_precision_paths.append(path)
+    if half_precision_paths:
         warn_once(
-            f"optim.master_weights: {len(narrow)} leaves ({narrow[0]!r}, ...) are in half precision already, so their "
-            f"masters in {precision.master} start from rounded values: if you have the parameters before the cast, "
-            "pass those to step.init"
+            f"optim.master_weights: {len(half_precision_paths)} leaves ({half_precision_paths[0]!r}, ...) are in half "
+            f"precision already, so their masters in {precision.master} start from rounded values: if you have the "
+            "parameters before the cast, pass those to step.init"
         )
 
 
@@ -248,7 +248,7 @@ def _check_masters(params: Params, masters: Params, precision: Precision) -> Non
     """
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
     for path, p, m in zip(paths, entries, tree.flatten(masters, is_box)[0], strict=True):
-        dtype = _dtype_of(p)
+        dtype = _entry_dtype(p)
         if dtype is not None and not isinstance(p, Slot) and (m is None) != (dtype == precision.master):
             has = "no master weights" if m is None else "master weights, too,"
             raise ValueError(
@@ -257,7 +257,7 @@ def _check_masters(params: Params, masters: Params, precision: Precision) -> Non
             )
 
 
-def _dtype_of(x: object) -> torch.dtype | None:
+def _entry_dtype(x: object) -> torch.dtype | None:
     """Return the dtype of an entry of a tree; None if it is not a tensor. A slot has the dtype of its unit."""
     if isinstance(x, Slot):
         return traced_spec(x.spec_id).dtype
@@ -274,12 +274,12 @@ def check_dtypes(params: Params, grads: Updates, like: Params, precision: Precis
     paths, entries, _ = tree.flatten_with_paths(params, is_box)
     columns = [tree.leaves_up_to(params, values, is_box) for values in (grads, like)]
     for path, p, g, x in zip(paths, entries, *columns, strict=True):
-        dtype, grad_dtype = _dtype_of(x), _dtype_of(g)
+        dtype, grad_dtype = _entry_dtype(x), _entry_dtype(g)
         if dtype is None or isinstance(p, Slot):
             continue
-        if _dtype_of(p) != dtype:
+        if _entry_dtype(p) != dtype:
             raise TypeError(
-                f"{name}: params leaf {path!r} is {_dtype_of(p)}, and precision says {dtype}; start with params, "
+                f"{name}: params leaf {path!r} is {_entry_dtype(p)}, and precision says {dtype}; start with params, "
                 "opt_state = step.init(params, opt); unsharded, params = precision.cast(params) after opt.init(params)"
             )
         expected = precision.gradients(dtype).grad

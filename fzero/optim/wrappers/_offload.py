@@ -194,7 +194,7 @@ def _zero_gradients(plan: OffloadPlan, params: Params, opt: Optimizer) -> Update
         policy = opt.precision
         if x is None:
             return None
-        dtype = x.dtype if policy is None else policy.gradients(policy.dtype_of(path, x)).grad
+        dtype = x.dtype if policy is None else policy.gradients(policy.leaf_dtype(path, x)).grad
         return torch.zeros_like(x, dtype=dtype)
 
     return tree.map_with_path(zeros, plan.host_units(plan.to_pieces(params, to_host)))
@@ -212,7 +212,7 @@ def _update_in_pieces(
             updates, lambda i, u: [plan.piece_to_device(*x) for x in zip(spaces(u), u.pieces, strict=True)], leaves_only
         ), state
     masters = plan.entries(find_state(state, MasterState).master)
-    narrow = plan.entries(plan.to_pieces(params, lambda x: x))
+    param_entries = plan.entries(plan.to_pieces(params, lambda x: x))
 
     def to_device_pieces(i: int, u: Shard) -> list[torch.Tensor]:
         """Move new parameters, which are rounded masters, instead of updates, which are wider."""
@@ -220,7 +220,7 @@ def _update_in_pieces(
             return [plan.piece_to_device(*x) for x in zip(spaces(u), u.pieces, strict=True)]
         return [
             difference(p, to_device(round_master(m, p.dtype), plan.device), m.dtype) if space == "host" else x
-            for space, x, p, m in zip(spaces(u), u.pieces, narrow[i].pieces, masters[i].pieces, strict=True)
+            for space, x, p, m in zip(spaces(u), u.pieces, param_entries[i].pieces, masters[i].pieces, strict=True)
         ]
 
     return plan.from_pieces(updates, to_device_pieces, leaves_only), state

@@ -21,7 +21,7 @@ from fzero.optim._precision import Precision
 from fzero.optim.moments import round_at_random
 from fzero.optim.wrappers._master_weights import check_dtypes, check_no_masters, difference
 from fzero.random import check_key, fold_in
-from fzero.sharding import Shard, box_of, is_box, words_of_leaf, words_of_shard
+from fzero.sharding import Shard, is_box, leaf_bits, make_box, shard_bits
 from fzero.tree import Tree
 
 __all__ = ["StochasticRoundingState", "stochastic_rounding"]
@@ -91,8 +91,8 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
     check_key(key)
 
     def init(params: Params) -> StochasticRoundingState:
-        wide = tree.map(lambda p: p.to(torch.float32), params)
-        return StochasticRoundingState(key.clone(), opt.init(wide))
+        float32_params = tree.map(lambda p: p.to(torch.float32), params)
+        return StochasticRoundingState(key.clone(), opt.init(float32_params))
 
     def update(
         grads: Updates, state: StochasticRoundingState, params: Params | None = None
@@ -101,14 +101,14 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters: opt.update(grads, state, params)")
         check_dtypes(params, grads, precision.dtype_tree(params), precision, "stochastic_rounding")
-        wide = tree.map(lambda p: p.to(torch.float32), params)
-        updates, inner = opt.update(tree.map(lambda g: g.to(torch.float32), grads), state.inner, params=wide)
-        new = _round_tree(apply_updates(wide, updates), params, state.key)
+        float32_params = tree.map(lambda p: p.to(torch.float32), params)
+        updates, inner = opt.update(tree.map(lambda g: g.to(torch.float32), grads), state.inner, params=float32_params)
+        new = _round_tree(apply_updates(float32_params, updates), params, state.key)
 
-        def update_of(p: torch.Tensor, u: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        def choose_update(p: torch.Tensor, u: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
             return difference(p, n, torch.float32) if p.dtype == torch.bfloat16 else u
 
-        updates = tree.map(update_of, params, updates, new)
+        updates = tree.map(choose_update, params, updates, new)
         return updates, StochasticRoundingState(fold_in(state.key, 0), inner)
 
     return replace(wrap_optimizers(init, update, opt), precision=precision)
@@ -118,16 +118,16 @@ def _round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
     """Round float32 values to bfloat16 at random where `like` has this dtype; other values stay as they are."""
     key = fold_in(key, 1)  # moments in bfloat16 may have the same key, and draw with it as it is
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
-    likes = tree.leaves_up_to(values, like, is_box)
+    like_leaves = tree.leaves_up_to(values, like, is_box)
     rounded: dict[Any, torch.Tensor] = {}  # a tied leaf is rounded once, by the draws of its first path
     out = list(entries)
-    for i, (path, x, p) in enumerate(zip(paths, entries, likes, strict=True)):
+    for i, (path, x, p) in enumerate(zip(paths, entries, like_leaves, strict=True)):
         if not isinstance(x, torch.Tensor | Shard) or p.dtype != torch.bfloat16:
             continue
         if isinstance(x, Shard):
-            out[i] = box_of(x.spec_id, [round_at_random(x.data, words_of_shard(key, x.spec_id, x.device))])
+            out[i] = make_box(x.spec_id, [round_at_random(x.data, shard_bits(key, x.spec_id, x.device))])
             continue
         if tree.identity(x) not in rounded:
-            rounded[tree.identity(x)] = round_at_random(x, words_of_leaf(key, path, x))
+            rounded[tree.identity(x)] = round_at_random(x, leaf_bits(key, path, x))
         out[i] = rounded[tree.identity(x)]
     return tree.unflatten(structure, out)

@@ -98,8 +98,8 @@ def attention(
     if dropout:
         if key is None:
             raise TypeError(f"dropout={dropout!r} needs key=, a key of fzero.random: the same on all ranks of {axis!r}")
-        own = bound_axis(axis) if bound else NO_AXIS
-        return dropout_attention(own, options, qkv, dropout, key)
+        own_axis = bound_axis(axis) if bound else NO_AXIS
+        return dropout_attention(own_axis, options, qkv, dropout, key)
     if n == 1:
         return _attend_locally(qkv, options)
     if method is None:

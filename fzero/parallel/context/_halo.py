@@ -54,7 +54,7 @@ def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim:
     if n == 1:
         return [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])]
     early, late = x.chunk(2, dim)
-    own, size = bound_axis(axis), early.shape[dim]
+    own_axis, size = bound_axis(axis), early.shape[dim]
 
     def tail(part: torch.Tensor) -> torch.Tensor:
         return part.narrow(dim, size - before, before)
@@ -66,12 +66,12 @@ def halo(x: torch.Tensor, before: int, after: int = 0, *, axis: str = "cp", dim:
         if not before + after:
             return part
         pairs = tuple([(r, r + step) for r in range(n) if 0 <= r + step < n])
-        return apply(own.token, "ppermute", own.binding, PermutationOptions(pairs), part)[0]
+        return apply(own_axis.token, "ppermute", own_axis.binding, PermutationOptions(pairs), part)[0]
 
     # early parts lie on the ranks in the order of the sequence, and late parts in the reverse order
     up = shift(torch.cat([tail(early), head(late)], dim), 1)
     down = shift(torch.cat([tail(late), head(early)], dim), -1)
-    is_last = index_on(x.device, own.token, own.binding) == n - 1  # it holds both parts of the middle
+    is_last = index_on(x.device, own_axis.token, own_axis.binding) == n - 1  # it holds both parts of the middle
     before_early, after_late = up.split([before, after], dim)
     before_late, after_early = down.split([before, after], dim)
     before_late = torch.where(is_last, tail(early), before_late)
@@ -88,8 +88,8 @@ def _check_sizes(x: torch.Tensor, before: int, after: int, dim: int, n: int) -> 
         )
     for name, count in ("before", before), ("after", after):
         if not is_int(count) or count < 0 or (n > 1 and count > tokens // 2):
-            most = f" and at most {tokens // 2}, the tokens of a part" if n > 1 else ""
-            raise ValueError(f"{name}={count!r}: expected an int of at least 0{most}")
+            limit_text = f" and at most {tokens // 2}, the tokens of a part" if n > 1 else ""
+            raise ValueError(f"{name}={count!r}: expected an int of at least 0{limit_text}")
 
 
 @api_boundary
@@ -138,9 +138,12 @@ def neighbours(
     shifted = []
     for i in range(before + 1 + after):
         y = _concatenate_slices(parts, i, before + after, dim)
-        same = _concatenate_slices(numbers, i, before + after, documents.ndim - 1) == documents
-        broadcast = same.reshape(
-            *same.shape[:-1], *[1] * (dim + 1 - same.ndim), x.shape[dim], *[1] * (x.ndim - 1 - dim)
+        are_same_document = _concatenate_slices(numbers, i, before + after, documents.ndim - 1) == documents
+        broadcast = are_same_document.reshape(
+            *are_same_document.shape[:-1],
+            *[1] * (dim + 1 - are_same_document.ndim),
+            x.shape[dim],
+            *[1] * (x.ndim - 1 - dim),
         )
         shifted.append(y if i == before else torch.where(broadcast, y, 0))
     return shifted

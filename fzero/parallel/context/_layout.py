@@ -26,7 +26,7 @@ from fzero.axes import (
 from fzero.collectives import NO_AXIS, check_dim
 from fzero.collectives import all_gather as all_gather_in_rank_order
 from fzero.ranks import Mesh
-from fzero.sharding import PerRank, axes_of, is_box
+from fzero.sharding import PerRank, is_box, leaf_axes
 from fzero.tree import Tree
 
 __all__ = [
@@ -246,16 +246,18 @@ def split(
                 [[2, 3, 4, 5]]])
     """
     names = mesh.names(axis)
-    others = tuple([n for n in mesh.axis_names if n != axis]) if batch_axis is None else _sample_axes(mesh, batch_axis)
-    if len(names) != 1 or axis in others:
+    sample_axes = (
+        tuple([n for n in mesh.axis_names if n != axis]) if batch_axis is None else _sample_axes(mesh, batch_axis)
+    )
+    if len(names) != 1 or axis in sample_axes:
         raise ValueError(
             f"axis={axis!r}, batch_axis={batch_axis!r}: expected one axis for tokens, and others for samples"
         )
     is_loaded = False  # whether this process has only its own samples
     if isinstance(batch, PerRank):
-        others, is_loaded = _axes_of_samples(mesh, batch, axis, batch_axis), not mesh.simulated
+        sample_axes, is_loaded = _loaded_sample_axes(mesh, batch, axis, batch_axis), not mesh.simulated
         batch = batch.value if is_loaded else tree.map_with_path(_join_samples, batch.value)
-    axes = tuple([n for n in mesh.axis_names if n == axis or n in others])
+    axes = tuple([n for n in mesh.axis_names if n == axis or n in sample_axes])
     sizes = dict(mesh.shape)
     ranks = sizes[axis]
     _check_paths(batch, dims)
@@ -270,10 +272,10 @@ def split(
             lambda path, x: _rank_part(x, rank, ranks, _value_at_path(dims, path)), padded, is_box
         )
 
-    divided = [] if is_loaded else [sizes[n] for n in others]
+    divided = [] if is_loaded else [sizes[n] for n in sample_axes]
     tree.map_with_path(lambda path, x: _check_samples(path, x, divided, mesh), padded, is_box)
     box = mesh.local(part, axes)
-    return PerRank(box.value, box.axes, BatchSplit(others, (axis, ranks)))
+    return PerRank(box.value, box.axes, BatchSplit(sample_axes, (axis, ranks)))
 
 
 def _sample_axes(mesh: Mesh, batch_axis: AxisName) -> tuple[str, ...]:
@@ -281,9 +283,9 @@ def _sample_axes(mesh: Mesh, batch_axis: AxisName) -> tuple[str, ...]:
     return mesh.names(batch_axis) if batch_axis is None or isinstance(batch_axis, str) or tuple(batch_axis) else ()
 
 
-def _axes_of_samples(mesh: Mesh, batch: PerRank, axis: str, batch_axis: AxisName) -> tuple[str, ...]:
+def _loaded_sample_axes(mesh: Mesh, batch: PerRank, axis: str, batch_axis: AxisName) -> tuple[str, ...]:
     """Return the axes over which the samples of a batch lie that ranks have loaded."""
-    axes_by_box = axes_of(batch, mesh.axis_names)
+    axes_by_box = leaf_axes(batch, mesh.axis_names)
     axes = axes_by_box[0] if axes_by_box else ()
     if axis in axes or batch_axis is not None:
         raise ValueError(
@@ -370,8 +372,8 @@ def _pad_tokens(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> tor
             f"{name} is {list(x.shape)}, and its dimension of tokens is dims={dim!r}: expected {possible}, or "
             f"dims={{{path!r}: None}} for a leaf of samples without tokens"
         )
-    missing = -x.shape[dim] % (2 * ranks if ranks > 1 else 1)
-    if not missing:
+    padding = -x.shape[dim] % (2 * ranks if ranks > 1 else 1)
+    if not padding:
         return x
     value = pad.get(path) if isinstance(pad, Mapping) else pad
     if value is None:
@@ -379,7 +381,7 @@ def _pad_tokens(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> tor
             f"{name} is {list(x.shape)}: its {x.shape[dim]} tokens (dimension {dim}) do not divide into {2 * ranks} "
             f"parts, two for each of {ranks} ranks; pass pad={{{path!r}: value}}, or other lengths"
         )
-    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing], value=value)
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, padding], value=value)
 
 
 @api_boundary

@@ -109,11 +109,11 @@ def install(copied: torch.nn.Module, context: ContextAxis) -> None:
     replace_convolutions(copied, split_convolution(context.name, context.axis))
     for module in copied.modules():
         if "longrope" in rope_types(module):
-            module.forward = _use_longest_of_ranks(module.forward, context.axis)
+            module.forward = _use_longest_position(module.forward, context.axis)
     copied.forward = _with_positions(copied.forward, context)
 
 
-def _use_longest_of_ranks(run: Callable[..., Any], axis: str) -> Callable[..., Any]:
+def _use_longest_position(run: Callable[..., Any], axis: str) -> Callable[..., Any]:
     """Let a rotary embedding, which chooses its frequencies by the largest position, see that of all ranks."""
 
     @wraps(run)
@@ -121,8 +121,8 @@ def _use_longest_of_ranks(run: Callable[..., Any], axis: str) -> Callable[..., A
         if axis_if_bound(axis) is None:
             return run(x, position_ids, *args, **kwargs)
         largest = all_gather_invariant(position_ids.amax().reshape(1), axis).amax()
-        known = torch.cat([position_ids, largest.expand(*position_ids.shape[:-1], 1)], -1)
-        angles = run(x, known, *args, **kwargs)
+        all_positions = torch.cat([position_ids, largest.expand(*position_ids.shape[:-1], 1)], -1)
+        angles = run(x, all_positions, *args, **kwargs)
         return tuple([part[..., :-1, :] for part in angles])
 
     return forward

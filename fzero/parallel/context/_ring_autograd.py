@@ -84,14 +84,14 @@ class _AttentionGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         *values, documents = ctx.saved_tensors
-        f = partial(_grad_of_values, *ctx.axis, documents)
+        f = partial(_value_grads, *ctx.axis, documents)
         value_grads = torch.func.vjp(f, *_without_none(values))[1](grads)
         return None, None, None, *value_grads, *[None] * (8 - len(value_grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *values, documents = ctx.saved_tensors
-        f, values = partial(_grad_of_values, *ctx.axis, documents), _without_none(values)
+        f, values = partial(_value_grads, *ctx.axis, documents), _without_none(values)
         return torch.func.jvp(f, values, _zeros_for_none(tangents[3:], values))[1]
 
     @staticmethod
@@ -189,7 +189,7 @@ def _attend_values(
     return _attend_by_definition(_make_ring(token, binding, qkv.q.device), options, qkv)
 
 
-def _grad_of_values(
+def _value_grads(
     token: torch.Tensor,
     binding: Binding,
     options: AttentionOptions,

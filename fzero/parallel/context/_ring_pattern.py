@@ -260,8 +260,10 @@ class Mask(NamedTuple):
         """
         keep = self.pattern.options.keep(self.queries[..., rows], self.keys[..., columns])
         if self.query_documents is not None and self.key_documents is not None:
-            same = self.query_documents[..., rows].unsqueeze(-1) == self.key_documents[..., columns].unsqueeze(-2)
-            keep = same & self.pattern.ring.broadcast_mask(keep, same.ndim)
+            are_same_document = self.query_documents[..., rows].unsqueeze(-1) == self.key_documents[
+                ..., columns
+            ].unsqueeze(-2)
+            keep = are_same_document & self.pattern.ring.broadcast_mask(keep, are_same_document.ndim)
         elif self.pattern.ring.stacked:
             keep = self.pattern.ring.broadcast_mask(keep, len(lead) + 2)
         else:

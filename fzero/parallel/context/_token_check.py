@@ -114,11 +114,11 @@ class _AlongTokens(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = _READS.get(func.overloadpacket)
+        read_dims = _READS.get(func.overloadpacket)
         x = args[0] if args else None
-        if read is not None and isinstance(x, torch.Tensor):
+        if read_dims is not None and isinstance(x, torch.Tensor):
             bound = _bound_arguments(func, args, kwargs or {})
-            if any(-x.ndim <= d < x.ndim and x.shape[d] == self.tokens for d in read(bound, x, out)):
+            if any(-x.ndim <= d < x.ndim and x.shape[d] == self.tokens for d in read_dims(bound, x, out)):
                 name = str(func.overloadpacket).removeprefix("aten.")
                 raise _SeveralTokensError(
                     f"{name} of a tensor {list(x.shape)} along its {self.tokens} tokens, at {user_line()}"

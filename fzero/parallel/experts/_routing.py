@@ -156,12 +156,12 @@ def _check_choices(count: int, k: Any, groups: Any) -> None:
     choices = count
     if groups is not None:
         pair = isinstance(groups, tuple | list) and len(groups) == 2 and all(is_int(v) for v in groups)
-        n, most = groups if pair else (0, 0)
-        if n < 1 or count % n or not 1 <= most <= n:
+        n, max_groups = groups if pair else (0, 0)
+        if n < 1 or count % n or not 1 <= max_groups <= n:
             raise ValueError(
                 f"groups={groups}: expected (n, most), where n divides the {count} experts, and most is 1 to n"
             )
-        choices = count // n * most
+        choices = count // n * max_groups
     check_int("k", k, 1, "the number of a token's experts", maximum=choices)
 
 

@@ -16,9 +16,9 @@ class _SumRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    def forward(x: torch.Tensor, index: torch.Tensor, inverse_index: torch.Tensor) -> torch.Tensor:
         padded = torch.cat([x, x.new_zeros((1, x.shape[1]))])
-        return padded[at.squeeze(1)] if at.shape[1] == 1 else padded[at].sum(1)
+        return padded[index.squeeze(1)] if index.shape[1] == 1 else padded[index].sum(1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -102,7 +102,7 @@ def split_rule(model: torch.nn.Module) -> SplitRule:
     leaves: dict[str, str] = {}
     for name, module in model.named_modules():
         if _has_experts(module):
-            axis, count = _axis_of(name, module), module.num_experts
+            axis, count = _registered_axis(name, module), module.num_experts
             expert_leaves = [leaf for leaf, p in module.named_parameters(recurse=False) if p.ndim and len(p) == count]
             leaves |= {f"{name}.{leaf}" if name else leaf: axis for leaf in expert_leaves}
     if not leaves:
@@ -118,7 +118,7 @@ def split_rule(model: torch.nn.Module) -> SplitRule:
     return rule
 
 
-def _axis_of(name: str, module: Any) -> str:
+def _registered_axis(name: str, module: Any) -> str:
     """Return the axis for which the implementation of a module of experts was registered."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

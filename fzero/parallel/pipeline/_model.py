@@ -147,8 +147,8 @@ def _call_part(name: str, f: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     except Exception as error:
         if not is_message(error, error.__traceback__):
             names = name.partition("(")[2].rstrip(")").split(", ")
-            shown = [f"{word} is {_show_argument(x)}" for word, x in zip(names, args, strict=False)]
-            error.add_note(f"fzero.pipeline calls {name}: {'; '.join(shown)}")
+            arguments_text = [f"{word} is {_show_argument(x)}" for word, x in zip(names, args, strict=False)]
+            error.add_note(f"fzero.pipeline calls {name}: {'; '.join(arguments_text)}")
         raise
 
 

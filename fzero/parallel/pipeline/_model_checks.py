@@ -53,9 +53,9 @@ def _check_takes(name: str, f: Callable[..., Any]) -> None:
     try:
         signature.bind(*_TAKEN[name], **dict.fromkeys(options))
     except TypeError:
-        more = ", and index= or batch= if it names them" if name == "block" else ""
+        optional_text = ", and index= or batch= if it names them" if name == "block" else ""
         raise TypeError(
-            f"fzero.pipeline: {name} takes {signature}: expected a function ({', '.join(_TAKEN[name])}){more}"
+            f"fzero.pipeline: {name} takes {signature}: expected a function ({', '.join(_TAKEN[name])}){optional_text}"
         ) from None
 
 
@@ -130,13 +130,13 @@ def map_blocks(f: Callable[[Mapping[str, Any]], Sequence[Any]], values: Any, nam
     def has_blocks(x: Any) -> bool:
         return isinstance(x, Mapping) and isinstance(x.get(name), list | tuple)
 
-    def type_of(x: Any) -> type:
+    def block_list_type(x: Any) -> type:
         return tuple if isinstance(x[name], tuple) else list
 
     nodes, structure = tree.flatten(values, has_blocks)
     if not any(map(has_blocks, nodes)) and not isinstance(values, tuple):
         find_block_list(values, name)  # raises, and names the missing list
-    nodes = [{**x, name: type_of(x)(f(x))} if has_blocks(x) else x for x in nodes]
+    nodes = [{**x, name: block_list_type(x)(f(x))} if has_blocks(x) else x for x in nodes]
     return tree.unflatten(structure, nodes)
 
 

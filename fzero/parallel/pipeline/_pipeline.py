@@ -242,7 +242,7 @@ class Pipeline:
             `(total, weight)`, for `fzero.value_and_grad(loss, reduce="weighted")`. They are zero on all ranks along the
             axis except that of the last stage.
         """
-        return self._run(self.model, _run_full, run_on_ranks, params, batch, key)
+        return self._run_on_ranks(self.model, _run_full, run_on_ranks, params, batch, key)
 
     def outputs(self, last: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return a function that runs the model forward, and returns the results of `last` for each example.
@@ -278,22 +278,24 @@ class Pipeline:
         @api_boundary
         def outputs(params: Any, batch: Any, key: torch.Tensor | None = None) -> Any:
             with torch.no_grad():
-                return self._run(model, _run_full_model, outputs_by_ticks, params, batch, key)
+                return self._run_on_ranks(model, _run_full_model, outputs_by_ticks, params, batch, key)
 
         return outputs
 
-    def _run(self, model: Model, on_one_rank: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any) -> Any:
+    def _run_on_ranks(
+        self, model: Model, on_one_rank: Callable[..., Any], on_ranks: Callable[..., Any], *args: Any
+    ) -> Any:
         """Run a model on the ranks along the axis; without the axis, run the full model here."""
         params, batch, key = args
         block_slots = find_block_list(params, self.blocks)
         rest = gather({name: x for name, x in params.items() if name != self.blocks})
         outer = micro_batch() * self.micro_batches
 
-        def call_of(index: int | torch.Tensor, in_loop: bool = False) -> MicroBatchCall:
+        def make_call(index: int | torch.Tensor, in_loop: bool = False) -> MicroBatchCall:
             return MicroBatchCall(take_micro_batch(batch, self.micro_batches, index, in_loop), outer + index, key)
 
         if self.axis not in axis_names():
-            return on_one_rank(model, block_slots, rest, [call_of(m) for m in range(self.micro_batches)])
+            return on_one_rank(model, block_slots, rest, [make_call(m) for m in range(self.micro_batches)])
         if self.axis not in [a.name for a in loss_axes()]:
             axes = (*[a.name for a in loss_axes()], self.axis)
             raise ValueError(
@@ -303,7 +305,7 @@ class Pipeline:
         check_shared(batch, axis := bound_axis(self.axis))
         schedule, placement = self.schedule(axis.size), self._place_blocks(axis.size, len(block_slots))
         stages = PipelineStages(
-            model=model, schedule=schedule, placement=placement, axis=axis, call_of=call_of, cache=self._cache
+            model=model, schedule=schedule, placement=placement, axis=axis, make_call=make_call, cache=self._cache
         )
         return call_without_axis(self.axis, on_ranks, stages, list(block_slots), rest)
 

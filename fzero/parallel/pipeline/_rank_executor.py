@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from fzero import tree
 from fzero._dtypes import sum_dtype
-from fzero._torch import group_of
+from fzero._torch import rank_group
 from fzero.axes import is_lockstep
 from fzero.collectives import StageMessages
 from fzero.parallel.pipeline._stage_functions import FlatParams, PipelineStages
 from fzero.parallel.pipeline._value_specs import loss_cotangent, probe_value_spec
-from fzero.parallel.schedules import Action, Value, output_of, programs
+from fzero.parallel.schedules import Action, Value, action_output, programs
 
 __all__ = ["RankExecutor"]
 
@@ -82,12 +82,12 @@ class RankExecutor:
             return
         if action.kind == "F":
             inputs = messages.take(Value("F", stage - 1, m)) if stage else []
-            f = self.stages.function(stage, self.params, structure, self.stages.call_of(m))
+            f = self.stages.function(stage, self.params, structure, self.stages.make_call(m))
             outputs = self._forward(stage, m, f, [tensors[i] for i in self._indices(stage)], inputs)
         else:
             inputs = messages.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
             outputs = self._backward(stage, m, inputs, is_input_only=action.kind == "I")
-        if outputs and (value := output_of(action)):
+        if outputs and (value := action_output(action)):
             messages.put(value, outputs)
 
     def _indices(self, stage: int) -> list[int]:
@@ -125,8 +125,8 @@ class RankExecutor:
             if index in self.grads:
                 self.grads[index] = self.grads[index].add_(new)
             else:
-                wide = sum_dtype(new.dtype)
-                self.grads[index] = new.clone() if new.dtype == wide else new.to(wide)
+                dtype = sum_dtype(new.dtype)
+                self.grads[index] = new.clone() if new.dtype == dtype else new.to(dtype)
 
 
 def _check_same_schedule(stages: PipelineStages, device: torch.device) -> None:
@@ -141,7 +141,7 @@ def _check_same_schedule(stages: PipelineStages, device: torch.device) -> None:
     text = repr((table.rows, table.rank_of_stage, stages.placement.blocks))
     schedule_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
     hashes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(stages.axis.size)]
-    dist.all_gather(hashes, torch.tensor([schedule_hash], device=device), group=group_of(binding.group))
+    dist.all_gather(hashes, torch.tensor([schedule_hash], device=device), group=rank_group(binding.group))
     values = [x.item() for x in hashes]
     for rank, number in enumerate(values):
         if number != values[0]:

@@ -32,7 +32,7 @@ class RankRecorder:
         """Record an iteration, and return the total and the weight."""
         tensors = [x.detach() for x in tensors]
         loop.begin_shapes_only()
-        spec = self.stages.call_of(0).run(probe, self.stages, self.params, tensors)
+        spec = self.stages.make_call(0).run(probe, self.stages, self.params, tensors)
         loop.end_shapes_only()
         rank_schedule = loop.RankSchedule(self.stages.schedule, self.stages.axis.binding)
         iteration = loop.iteration(self.stages.schedule.micro_batches)
@@ -59,8 +59,8 @@ class RankRecorder:
         """Return the gradients, multiplied by the gradient of the total."""
         grads, total = [], total if self.scale is None else total / self.scale
         for index, like in enumerate(self.params.tensors):
-            first, *more = self.sums.pop(index)
-            for grad in more:
+            first, *rest = self.sums.pop(index)
+            for grad in rest:
                 first = first + grad
             grads.append((first * total.to(first.dtype)).to(like.dtype))
         return grads
@@ -87,7 +87,7 @@ class RankRecorder:
         last = stage == self.stages.last
         loop.begin_region("F", stage)
         inputs = [] if stage == 0 else _record_receive("F", stage - 1, leaves, spec.device)
-        f = self.stages.function(stage, self.params, structure, self.stages.call_of(iteration, in_loop=True))
+        f = self.stages.function(stage, self.params, structure, self.stages.make_call(iteration, in_loop=True))
         outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
         if not last:
             loop.send("F", stage, list(outputs))

@@ -122,7 +122,7 @@ class PipelineStages:
         schedule: the schedule, which assigns stages to ranks.
         placement: the blocks of each stage.
         axis: the axis along which the stages lie.
-        call_of: `(index, in_loop) -> call` of a micro-batch. The index may be that of a traced loop's iteration.
+        make_call: `(index, in_loop) -> call` of a micro-batch. The index may be that of a traced loop's iteration.
         cache: the pipeline's cache.
     """
 
@@ -130,7 +130,7 @@ class PipelineStages:
     schedule: PipelineSchedule
     placement: BlockPlacement
     axis: Axis
-    call_of: Callable[..., MicroBatchCall]
+    make_call: Callable[..., MicroBatchCall]
     cache: PipelineCache
 
     @property

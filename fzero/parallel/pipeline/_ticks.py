@@ -65,7 +65,7 @@ def _run_stages(stages: PipelineStages, blocks: list[Any], rest: Any) -> Iterato
     own_blocks = [_own_entry(column, rank) for column in _transpose_rows(placement.blocks)]
     inputs: list[Any] = [None] * len(own_stages)
     for t in range(count + last):
-        first_call = stages.call_of(min(t, count - 1))
+        first_call = stages.make_call(min(t, count - 1))
         first_x = first_call.run(stages.model.run_first, rest, first_call)  # on any rank
         check_output("first", first_x, first_x)
         outputs = []
@@ -74,10 +74,10 @@ def _run_stages(stages: PipelineStages, blocks: list[Any], rest: Any) -> Iterato
             in_bubble = (own_stage < 0) | (m < 0) | (m >= count)
             # in a bubble a stage runs on the first stage's input
             x = first_x if x is None else _select_leaves(in_bubble | (own_stage == 0), first_x, x)
-            call, numbers = stages.call_of(m.clamp(0, count - 1)), [own_blocks[slot] for slot in slots]
+            call, numbers = stages.make_call(m.clamp(0, count - 1)), [own_blocks[slot] for slot in slots]
             outputs.append(_run_chunk(stages, call, [blocks[slot] for slot in slots], numbers, x, ~in_bubble))
         if t >= last:
-            yield stages.call_of(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
+            yield stages.make_call(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
         if t < count + last - 1:
             inputs = _shift_outputs(outputs, schedule, placement, axis)
 
@@ -178,7 +178,7 @@ def _shift_outputs(outputs: list[Any], schedule: PipelineSchedule, placement: Bl
             (schedule.rank_of_stage[s], schedule.rank_of_stage[s + 1])
         )
     inputs: list[Any] = [None] * len(outputs)
-    for (source, to), perm in pairs.items():
+    for (source, target), perm in pairs.items():
         x = tree.map(lambda v, perm=perm: ppermute(v, axis, perm=perm), outputs[source])
-        inputs[to] = x if inputs[to] is None else tree.map(torch.add, inputs[to], x)
+        inputs[target] = x if inputs[target] is None else tree.map(torch.add, inputs[target], x)
     return inputs

@@ -20,7 +20,7 @@ def probe_value_spec(stages: PipelineStages, params: FlatParams, tensors: Sequen
     Raises:
         TypeError: if a block changes the structure, shapes or dtypes of the value that it passes on.
     """
-    call = stages.call_of(0)
+    call = stages.make_call(0)
     arguments = [*tensors, *tree.tensors(call.batch)]
     key = tuple([(x.shape, x.dtype, x.device) for x in arguments])
     value_specs = stages.cache.value_specs
@@ -32,7 +32,7 @@ def probe_value_spec(stages: PipelineStages, params: FlatParams, tensors: Sequen
 
 def probe(stages: PipelineStages, params: FlatParams, tensors: Sequence[torch.Tensor]) -> ValueSpec:
     """Run the parts of a model once, and return the shapes and dtypes of their values."""
-    model, call = stages.model, stages.call_of(0)
+    model, call = stages.model, stages.make_call(0)
     block_slots = range(len(params.sizes))
     trees, rest = params.trees(block_slots, True, tensors)
     x = model.run_first(rest, call)

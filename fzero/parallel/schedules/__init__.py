@@ -1,6 +1,6 @@
 """Pipeline schedules as data: make, check, time and draw them."""
 
-from fzero.parallel.schedules._actions import Action, Message, Value, output_of
+from fzero.parallel.schedules._actions import Action, Message, Value, action_output
 from fzero.parallel.schedules._greedy import greedy
 from fzero.parallel.schedules._instructions import Instruction, programs
 from fzero.parallel.schedules._named_schedules import NAMES, NamedSchedule, check_name, one_f_one_b, schedule
@@ -16,8 +16,8 @@ INTERNAL = [
     "Instruction",
     "NamedSchedule",
     "Value",
+    "action_output",
     "check_name",
     "one_f_one_b",
-    "output_of",
     "programs",
 ]

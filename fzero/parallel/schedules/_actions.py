@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     pass
 
-__all__ = ["IN_FLIGHT_CHANGE", "KINDS", "Action", "Kind", "Message", "Value", "inputs_of", "output_of", "stages_on"]
+__all__ = [
+    "IN_FLIGHT_CHANGE",
+    "KINDS",
+    "Action",
+    "Kind",
+    "Message",
+    "Value",
+    "action_inputs",
+    "action_output",
+    "stages_on",
+]
 
 Kind = Literal["F", "B", "I", "W"]
 # change of the number of passes in flight: residuals live until the weight half ends
@@ -81,7 +91,7 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-def output_of(action: Action) -> Value | None:
+def action_output(action: Action) -> Value | None:
     """Return the value that an action computes for other actions; None for the weight half of a backward pass."""
     if action.kind == "W":
         return None
@@ -93,7 +103,7 @@ def stages_on(rank: int, rank_of_stage: Sequence[int]) -> list[int]:
     return [stage for stage, holder in enumerate(rank_of_stage) if holder == rank]
 
 
-def inputs_of(action: Action, stages: int) -> tuple[Value, ...]:
+def action_inputs(action: Action, stages: int) -> tuple[Value, ...]:
     """Return the values that an action needs before it starts, in a pipeline of this many stages."""
     s, m = action.stage, action.micro_batch
     if action.kind == "F":

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from fzero._arguments import check_int, is_int
 from fzero._tracebacks import api_boundary
-from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Value, inputs_of, output_of, stages_on
+from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Value, action_inputs, action_output, stages_on
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._timing import Durations
 
@@ -187,7 +187,7 @@ class _Simulation:
         state.clock = option.at + self.durations[action]
         state.next["B" if action.kind == "I" else action.kind][action.stage] += 1
         state.in_flight += IN_FLIGHT_CHANGE[action.kind]
-        if (value := output_of(action)) is not None:
+        if (value := action_output(action)) is not None:
             self.value_times[value] = state.clock
 
     def option(self, rank: int) -> _Option | None:
@@ -228,14 +228,14 @@ class _Simulation:
 
     def option_at(self, rank: int, action: Action, priority: tuple[int, ...]) -> _Option | None:
         """Return an action and the time at which it can start, if all values that it needs are computed."""
-        at = self.ranks[rank].clock
+        start = self.ranks[rank].clock
         if action.micro_batch == self.micro_batches:
             return None
-        for value in inputs_of(action, len(self.rank_of_stage)):
+        for value in action_inputs(action, len(self.rank_of_stage)):
             if value not in self.value_times:
                 return None
-            at = max(
-                at,
+            start = max(
+                start,
                 self.value_times[value] + (self.durations.latency if self.rank_of_stage[value.stage] != rank else 0.0),
             )
-        return _Option(at, priority, action)
+        return _Option(start, priority, action)

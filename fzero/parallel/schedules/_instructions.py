@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from fzero.parallel.schedules._actions import Action, Message, Value, inputs_of, output_of
+from fzero.parallel.schedules._actions import Action, Message, Value, action_inputs, action_output
 from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
 from fzero.parallel.schedules._simulation import walk
 from fzero.parallel.schedules._timing import Durations, time_schedule
@@ -52,7 +52,7 @@ def programs(schedule: PipelineSchedule) -> tuple[tuple[Instruction, ...], ...]:
     messages = {Value(m.kind, m.stage, m.micro_batch): m for m in schedule.messages}
     for rank, action in _actions_by_start(schedule):
         rows[rank].append(Instruction("compute", action))
-        value = output_of(action)
+        value = action_output(action)
         if value is not None and (message := messages.get(value)) is not None:
             rows[rank].append(Instruction("send", message))
             rows[message.receiver].append(Instruction("receive", message))
@@ -78,7 +78,7 @@ def _insert_waits(
     instructions: list[Instruction] = []
     for instruction in row:
         if isinstance(instruction.operand, Action):
-            for value in inputs_of(instruction.operand, schedule.stages):
+            for value in action_inputs(instruction.operand, schedule.stages):
                 message = incoming.get(value)
                 if message is None:
                     continue
@@ -106,5 +106,7 @@ def _received_before(message: Message, row: list[Instruction]) -> set[Message]:
         if instruction.operand == message:
             return messages
         if isinstance(instruction.operand, Action):
-            messages.update(incoming[value] for value in inputs_of(instruction.operand, 1 << 30) if value in incoming)
+            messages.update(
+                incoming[value] for value in action_inputs(instruction.operand, 1 << 30) if value in incoming
+            )
     return messages

@@ -9,7 +9,7 @@ from typing import Any
 from fzero._arguments import check_path
 from fzero._report import FigureReport
 from fzero._tracebacks import api_boundary
-from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message, output_of, stages_on
+from fzero.parallel.schedules._actions import IN_FLIGHT_CHANGE, Action, Message, action_output, stages_on
 from fzero.parallel.schedules._drawing import draw, text
 from fzero.parallel.schedules._simulation import check
 from fzero.parallel.schedules._timing import Durations, Timing, time_schedule
@@ -119,10 +119,10 @@ class PipelineSchedule(FigureReport):
         """
         messages = []
         for rank, row in enumerate(self.rows):
-            for value in filter(None, map(output_of, row)):
-                to = value.stage + (1 if value.kind == "F" else -1)
-                if 0 <= to < self.stages and self.rank_of_stage[to] != rank:
-                    messages.append(Message(rank, self.rank_of_stage[to], *value))
+            for value in filter(None, map(action_output, row)):
+                target_stage = value.stage + (1 if value.kind == "F" else -1)
+                if 0 <= target_stage < self.stages and self.rank_of_stage[target_stage] != rank:
+                    messages.append(Message(rank, self.rank_of_stage[target_stage], *value))
         return tuple(messages)
 
     def timing(
@@ -183,7 +183,7 @@ class PipelineSchedule(FigureReport):
 
     _caption = "the schedule: one row per rank, time from left to right"
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         return self.plot()
 
     def _notebook_text(self) -> str:
@@ -195,7 +195,7 @@ class PipelineSchedule(FigureReport):
             (self.stages, "stage", "stages"),
             (self.micro_batches, "micro-batch", "micro-batches"),
         )
-        words = [f"{n} {one if n == 1 else many}" for n, one, many in counts]
+        words = [f"{n} {singular if n == 1 else plural}" for n, singular, plural in counts]
         return f"PipelineSchedule({self.name!r}: {', '.join(words)})"
 
     def __str__(self) -> str:

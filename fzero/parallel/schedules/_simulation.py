@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from fzero._tracebacks import api_boundary
-from fzero.parallel.schedules._actions import KINDS, Action, Value, inputs_of, output_of
+from fzero.parallel.schedules._actions import KINDS, Action, Value, action_inputs, action_output
 
 if TYPE_CHECKING:
     from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
@@ -26,29 +26,29 @@ def walk(schedule: "PipelineSchedule") -> Iterator[_RankAction]:
     Raises:
         ValueError: if no rank can continue. The message names the waiting actions, and what each waits for.
     """
-    at = [0] * schedule.ranks
+    positions = [0] * schedule.ranks
     values = set[Value]()
     waiters = dict[Value, list[int]]()  # by value, the ranks that wait for it
     runnable = list(range(schedule.ranks - 1, -1, -1))
     while runnable:
         rank = runnable.pop()
         row = schedule.rows[rank]
-        while at[rank] < len(row):
-            action = row[at[rank]]
-            missing = next((v for v in inputs_of(action, schedule.stages) if v not in values), None)
-            if missing is not None:
-                waiters.setdefault(missing, []).append(rank)
+        while positions[rank] < len(row):
+            action = row[positions[rank]]
+            awaited = next((v for v in action_inputs(action, schedule.stages) if v not in values), None)
+            if awaited is not None:
+                waiters.setdefault(awaited, []).append(rank)
                 break
             yield _RankAction(rank, action)
-            at[rank] += 1
-            if (value := output_of(action)) is not None:
+            positions[rank] += 1
+            if (value := action_output(action)) is not None:
                 values.add(value)
                 runnable += waiters.pop(value, [])
     if waiters:
-        raise ValueError(_deadlock_message(schedule, at, waiters))
+        raise ValueError(_deadlock_message(schedule, positions, waiters))
 
 
-def _deadlock_message(schedule: "PipelineSchedule", at: list[int], waiters: dict[Value, list[int]]) -> str:
+def _deadlock_message(schedule: "PipelineSchedule", positions: list[int], waiters: dict[Value, list[int]]) -> str:
     words = []
     for rank, value in sorted((rank, value) for value, ranks in waiters.items() for rank in ranks):
         kind, stage, m = value
@@ -56,7 +56,9 @@ def _deadlock_message(schedule: "PipelineSchedule", at: list[int], waiters: dict
         hint = (
             f", which is rank {rank}'s own and comes later in its row" if schedule.rank_of_stage[stage] == rank else ""
         )
-        words.append(f"rank {rank} waits with {schedule.rows[rank][at[rank]]} for {label} for micro-batch {m}{hint}")
+        words.append(
+            f"rank {rank} waits with {schedule.rows[rank][positions[rank]]} for {label} for micro-batch {m}{hint}"
+        )
     return f"schedule {schedule.name!r}: no rank can continue: {'; '.join(words)}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fzero.parallel.schedules._actions import Action, Value, inputs_of, output_of
+from fzero.parallel.schedules._actions import Action, Value, action_inputs, action_output
 
 if TYPE_CHECKING:
     from fzero.parallel.schedules._pipeline_schedule import PipelineSchedule
@@ -102,14 +102,15 @@ def time_schedule(schedule: "PipelineSchedule", durations: Durations) -> Timing:
     clock, busy = [0.0] * schedule.ranks, [0.0] * schedule.ranks
     start, end = dict[Action, float](), dict[Action, float]()
     for rank, action in walk(schedule):
-        at = clock[rank]
-        for value in inputs_of(action, schedule.stages):
-            at = max(
-                at, value_times[value] + (durations.latency if schedule.rank_of_stage[value.stage] != rank else 0.0)
+        start_time = clock[rank]
+        for value in action_inputs(action, schedule.stages):
+            start_time = max(
+                start_time,
+                value_times[value] + (durations.latency if schedule.rank_of_stage[value.stage] != rank else 0.0),
             )
-        start[action] = at
-        end[action] = clock[rank] = at + durations[action]
+        start[action] = start_time
+        end[action] = clock[rank] = start_time + durations[action]
         busy[rank] += durations[action]
-        if (value := output_of(action)) is not None:
-            value_times[value] = at + durations.until_output(action)
+        if (value := action_output(action)) is not None:
+            value_times[value] = start_time + durations.until_output(action)
     return Timing(max(clock), tuple(busy), start, end)

@@ -67,10 +67,10 @@ def _table_cells(table: ScheduleTable) -> list[list[Any]]:
         raise TypeError(
             f"table={rows!r}: expected CSV with one line per rank, the path of such a file, or rows of cells"
         )
-    return [_cells_of_row(row, rank) for rank, row in enumerate(rows)]
+    return [_row_cells(row, rank) for rank, row in enumerate(rows)]
 
 
-def _cells_of_row(row: Any, rank: int) -> list[Any]:
+def _row_cells(row: Any, rank: int) -> list[Any]:
     if isinstance(row, str) or not isinstance(row, Iterable):
         raise TypeError(f"rank {rank} has the row {row!r}: expected a list of its cells, such as ['0F0', '0B0']")
     return list(row)

@@ -1,7 +1,7 @@
 """Tensor parallelism: layers that are split over an axis, as pure functions and for modules."""
 
 from fzero.parallel.tensor._boundaries import all_gather, along, enter, leave, scatter
-from fzero.parallel.tensor._cross_entropy import check_loss_options, cross_entropy, logits_of, loss_of_sums
+from fzero.parallel.tensor._cross_entropy import check_loss_options, combine_sums, cross_entropy, take_target_logits
 from fzero.parallel.tensor._functions import check_part, column, embed, row
 from fzero.parallel.tensor._install import install
 from fzero.parallel.tensor._layers import Layers, layers, of_block, outside
@@ -29,9 +29,9 @@ INTERNAL = [
     "along",
     "check_loss_options",
     "check_part",
+    "combine_sums",
     "install",
-    "logits_of",
-    "loss_of_sums",
     "of_block",
     "outside",
+    "take_target_logits",
 ]

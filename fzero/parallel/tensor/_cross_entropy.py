@@ -11,7 +11,7 @@ from fzero._tracebacks import api_boundary
 from fzero.axes import axis_if_bound, axis_index, axis_size
 from fzero.parallel.tensor._boundaries import along, leave
 
-__all__ = ["check_loss_options", "cross_entropy", "logits_of", "loss_of_sums"]
+__all__ = ["check_loss_options", "combine_sums", "cross_entropy", "take_target_logits"]
 
 
 @api_boundary
@@ -64,7 +64,7 @@ def cross_entropy(
     x = at_least_float32(logits)
     classes = x.shape[-1] * axis_size(axis_if_bound(axis))
     sums = _row_sums(x, targets, axis, label_smoothing > 0)
-    return loss_of_sums(*sums, targets, classes, ignore_index, reduction, label_smoothing)
+    return combine_sums(*sums, targets, classes, ignore_index, reduction, label_smoothing)
 
 
 def check_loss_options(reduction: str, label_smoothing: float) -> None:
@@ -78,7 +78,7 @@ def check_loss_options(reduction: str, label_smoothing: float) -> None:
         raise ValueError(f"label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
 
 
-def loss_of_sums(
+def combine_sums(
     log_sum: torch.Tensor,
     target: torch.Tensor,
     total: torch.Tensor | None,
@@ -113,7 +113,7 @@ def loss_of_sums(
     return nll.sum() if reduction == "sum" else nll.sum() / (~ignored).sum()
 
 
-def logits_of(targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def take_target_logits(targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Look up the targets' logits in `[.., k]`; 0 for a target that is not from 0 to k - 1."""
     k = logits.shape[-1]
     target_logits = logits.gather(-1, targets.clamp(0, k - 1).unsqueeze(-1)).squeeze(-1)
@@ -129,5 +129,5 @@ def _row_sums(
     maximum = along("all_gather", x.detach().amax(-1, keepdim=True), axis, -1).amax(-1)
     x = x - maximum.unsqueeze(-1)
     local = targets - axis_index(bound, device=targets.device) * k
-    sums = leave(torch.stack([x.exp().sum(-1), logits_of(local, x), *([x.sum(-1)] if smooth else [])]), axis)
+    sums = leave(torch.stack([x.exp().sum(-1), take_target_logits(local, x), *([x.sum(-1)] if smooth else [])]), axis)
     return sums[0].log(), sums[1], sums[2] if smooth else None

@@ -18,7 +18,7 @@ from fzero.parallel.tensor._styles import (
     Style,
 )
 
-__all__ = ["Heads", "heads_of", "kv_groups", "layer_splits", "parameter_split"]
+__all__ = ["Heads", "count_heads", "kv_groups", "layer_splits", "parameter_split"]
 
 
 def layer_splits(name: str, style: Style, module: torch.nn.Module) -> dict[str, ParamSplit]:
@@ -78,7 +78,7 @@ def _weight_dimensions(name: str, module: torch.nn.Module) -> tuple[int, int]:
     )
 
 
-def heads_of(module: torch.nn.Module, size: int) -> int:
+def count_heads(module: torch.nn.Module, size: int) -> int:
     """Return the number of attention heads in `size` columns; 0 if the module has no attribute for a head's width."""
     width = next((w for name in ("head_dim", "attention_head_size") if isinstance(w := vars(module).get(name), int)), 0)
     return size // width if width and not size % width else 0

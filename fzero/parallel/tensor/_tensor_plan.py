@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero.parallel.tensor._style_splits import heads_of, layer_splits, parameter_split
+from fzero.parallel.tensor._style_splits import count_heads, layer_splits, parameter_split
 from fzero.parallel.tensor._styles import (
     NAMED,
     ColumnParallel,
@@ -119,7 +119,7 @@ def list_param_splits(
             if isinstance(style, ColumnParallel) and not style.gather:
                 size = getattr(layer, key).shape[param_split.dim] // param_split.packed
                 groups = vars(modules[parent]).get("num_key_value_groups", 0) if last in _KEYS_AND_VALUES else 0
-                param_split = param_split._replace(heads=heads_of(modules[parent], size), may_replicate=bool(groups))
+                param_split = param_split._replace(heads=count_heads(modules[parent], size), may_replicate=bool(groups))
             splits[f"{name}.{key}".lstrip(".")] = param_split
     for name, style in parameters.items():
         splits[name] = parameter_split(name, style, module.get_parameter(name))

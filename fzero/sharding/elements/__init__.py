@@ -2,7 +2,7 @@
 
 from fzero.sharding.elements._block_ranges import UnitRange, block_range
 from fzero.sharding.elements._element_ranges import put_elements, slice_elements
-from fzero.sharding.elements._leaf_blocks import BlockMap, block_shape, block_spec, blocks_of_leaf, map_of_blocks
+from fzero.sharding.elements._leaf_blocks import BlockMap, block_shape, block_spec, leaf_blocks, shard_block_map
 from fzero.sharding.elements._leaf_ids import (
     abstract,
     check_on_device,
@@ -12,13 +12,13 @@ from fzero.sharding.elements._leaf_ids import (
     per_leaf,
     zero_padding,
 )
-from fzero.sharding.elements._leaf_positions import words_of_leaf, words_of_shard
+from fzero.sharding.elements._leaf_positions import leaf_bits, shard_bits
 from fzero.sharding.elements._leaf_subset import (
     empty_shape,
     gather_subset,
-    places_of_subset,
     put_subset,
     scatter_subset,
+    subset_places,
     subset_spec,
 )
 
@@ -29,21 +29,21 @@ __all__ = [
     "block_range",
     "block_shape",
     "block_spec",
-    "blocks_of_leaf",
     "check_on_device",
     "check_per_leaf",
     "empty_shape",
     "gather_subset",
     "global_norm",
+    "leaf_bits",
+    "leaf_blocks",
     "leaf_ids",
-    "map_of_blocks",
     "per_leaf",
-    "places_of_subset",
     "put_elements",
     "put_subset",
+    "shard_bits",
+    "shard_block_map",
     "slice_elements",
+    "subset_places",
     "subset_spec",
-    "words_of_leaf",
-    "words_of_shard",
     "zero_padding",
 ]

@@ -68,11 +68,11 @@ class UnitRange(NamedTuple):
 
     def from_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return blocks `[.., count, block]` as the range `[.., length]`, with zeros for padding."""
-        flat, at = blocks.flatten(-2), 0
+        flat, start = blocks.flatten(-2), 0
         pieces: list[torch.Tensor] = []
         for part in self.parts:
-            pieces.append(flat.narrow(-1, at + part.before, part.size))
-            at += part.before + part.size + part.after
+            pieces.append(flat.narrow(-1, start + part.before, part.size))
+            start += part.before + part.size + part.after
         padding = self.length - sum([part.size for part in self.parts])
         if padding or not pieces:
             pieces.append(torch.zeros((*flat.shape[:-1], padding), dtype=flat.dtype, device=flat.device))

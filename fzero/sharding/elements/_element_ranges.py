@@ -19,10 +19,10 @@ def slice_elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def put_elements(x: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """Copy `values` `[n]` into a tensor, from its element `start` on in row-major order, without any other copy."""
-    at = 0
+    first = 0
     for part in _slices(x, start, start + values.numel()):
-        part.copy_(values[at : at + part.numel()].view(part.shape))
-        at += part.numel()
+        part.copy_(values[first : first + part.numel()].view(part.shape))
+        first += part.numel()
 
 
 def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:

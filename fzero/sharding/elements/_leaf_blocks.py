@@ -25,10 +25,10 @@ import torch
 
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.collectives import all_gather, psum_scatter
-from fzero.sharding._boxes import Shard, box_of
-from fzero.sharding._spec import Spec, intern, spec_of, traced_spec, unit_index
+from fzero.sharding._boxes import Shard, make_box
+from fzero.sharding._spec import Spec, intern, lookup_spec, traced_spec, unit_index
 
-__all__ = ["BlockMap", "block_shape", "block_spec", "blocks_of_leaf", "map_of_blocks"]
+__all__ = ["BlockMap", "block_shape", "block_spec", "leaf_blocks", "shard_block_map"]
 
 _BLOCK_ELEMENTS = 256
 
@@ -45,7 +45,7 @@ def block_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return (-(-math.prod(shape) // _BLOCK_ELEMENTS),)
 
 
-def blocks_of_leaf(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def leaf_blocks(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """View or copy a full leaf as its blocks `[blocks, 256]`, the last one filled with zeros, for its numbers.
 
     If the leaf has a number for each element, a block is one element: `[n, 1]`.
@@ -68,7 +68,7 @@ def block_spec(spec_id: int, by_element: tuple[bool, ...]) -> int:
     Raises:
         ValueError: if an axis splits a leaf in parts that cut its blocks. The message names the leaf.
     """
-    spec = spec_of(spec_id)
+    spec = lookup_spec(spec_id)
     shapes = [
         shape if single else _part_shape(spec, index)
         for index, (shape, single) in enumerate(zip(spec.shapes, by_element, strict=True))
@@ -157,14 +157,16 @@ class BlockMap(NamedTuple):
             at_borders: the largest magnitudes in the blocks at the borders of all N shards, `[m, 2 N]`; None if N is 1.
         """
         lowest = xs[0].new_full(self.blocks.shape, -math.inf)
-        own = torch.stack([lowest.scatter_reduce(0, index, self.magnitudes(x, index), "amax") for x in xs])
+        own_maxima = torch.stack([lowest.scatter_reduce(0, index, self.magnitudes(x, index), "amax") for x in xs])
         if at_borders is None:
-            return own
-        borders = tensor_on(_border_blocks(self.spec_id, self.scales_id), device=own.device).flatten()  # [2 N], blocks
+            return own_maxima
+        borders = tensor_on(
+            _border_blocks(self.spec_id, self.scales_id), device=own_maxima.device
+        ).flatten()  # [2 N], blocks
         for block in self.blocks.index_select(0, self.at_borders()[0]).unbind():
             largest = at_borders.masked_fill(borders != block, -math.inf).amax(1, keepdim=True)
-            own = torch.where(self.blocks == block, largest, own)
-        return own
+            own_maxima = torch.where(self.blocks == block, largest, own_maxima)
+        return own_maxima
 
     def scatter(self, numbers: torch.Tensor) -> list[Shard]:
         """Return m shards of numbers from the numbers `[m, t]` of this rank's blocks.
@@ -172,18 +174,22 @@ class BlockMap(NamedTuple):
         Of the ranks that hold parts of a block, the last one sends its number.
         """
         spec = traced_spec(self.scales_id)
-        own = numbers
+        own_numbers = numbers
         if spec.ranks > 1:
-            ranges = tensor_on(_owned_blocks(self.spec_id, self.scales_id), device=own.device)  # [N, 2]
-            first, stop = ranges.index_select(0, unit_index(self.spec_id, own.device).reshape(1))[0]
-            own = torch.where((self.blocks >= first) & (self.blocks < stop), own, torch.zeros_like(own))
+            ranges = tensor_on(_owned_blocks(self.spec_id, self.scales_id), device=own_numbers.device)  # [N, 2]
+            first, stop = ranges.index_select(0, unit_index(self.spec_id, own_numbers.device).reshape(1))[0]
+            own_numbers = torch.where(
+                (self.blocks >= first) & (self.blocks < stop), own_numbers, torch.zeros_like(own_numbers)
+            )
         length = spec.shard_numel * spec.ranks
-        full = own.new_zeros(len(own), length + own.shape[1]).index_add(1, self.blocks, own)[:, :length]
+        full = own_numbers.new_zeros(len(own_numbers), length + own_numbers.shape[1]).index_add(
+            1, self.blocks, own_numbers
+        )[:, :length]
         shards = psum_scatter(full, spec.axes, dim=-1) if spec.ranks > 1 else full
-        return [box_of(self.scales_id, [x]) for x in shards.unbind()]
+        return [make_box(self.scales_id, [x]) for x in shards.unbind()]
 
 
-def map_of_blocks(spec_id: int, scales_id: int, device: torch.device) -> BlockMap:
+def shard_block_map(spec_id: int, scales_id: int, device: torch.device) -> BlockMap:
     """Return the blocks of this rank's shard of a unit.
 
     Args:

@@ -14,9 +14,9 @@ from fzero._torch import assume_constant_result, tensor_on
 from fzero._tracebacks import api_boundary
 from fzero.axes import axis_index
 from fzero.collectives import psum
-from fzero.sharding._boxes import Shard, box_of, is_box
-from fzero.sharding._spec import Piece, spec_of, traced_spec, unit_index
-from fzero.sharding._stacked_items import item_of, stacked_of
+from fzero.sharding._boxes import Shard, is_box, make_box
+from fzero.sharding._spec import Piece, lookup_spec, traced_spec, unit_index
+from fzero.sharding._stacked_items import find_item, find_stacked_list
 from fzero.sharding.units import ShardedUnit, map_units, sharded_units
 from fzero.tree import Tree
 
@@ -53,11 +53,11 @@ def zero_padding(box: Shard) -> torch.Tensor:
 @assume_constant_result
 def _unused_items(spec_id: int) -> tuple[str, tuple[tuple[bool, ...], ...]]:
     """Return an axis, and for each rank along it whether each leaf of a unit is unused; `("", ())` if all are used."""
-    spec = spec_of(spec_id)
-    along, stacked = stacked_of(spec) or (None, None)
+    spec = lookup_spec(spec_id)
+    along, stacked = find_stacked_list(spec) or (None, None)
     if along is None or stacked is None:
         return "", ()
-    items = [item_of(path, "", stacked) for path in spec.paths]
+    items = [find_item(path, "", stacked) for path in spec.paths]
     rows = [tuple([item is not None and item.indices[rank] is None for item in items]) for rank in range(along.size)]
     return (along.axis, tuple(rows)) if any(map(any, rows)) else ("", ())
 
@@ -169,25 +169,25 @@ def per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> Tree:
         ValueError: if the structures of `values` and `params` differ, or tied leaves have different values. The message
             names the path.
     """
-    out, structure, rows = _numbers_of_leaves(params, values)
+    out, structure, rows = _number_leaves(params, values)
     for position, box, spec_id, row in rows:
         ranges = traced_spec(spec_id).pieces
         pieces = [_spread_over_piece(row, spec_id, *x) for x in zip(ranges, box.pieces, strict=True)]
-        out[position] = box_of(spec_id, pieces)
+        out[position] = make_box(spec_id, pieces)
     return tree.unflatten(structure, out)
 
 
 def check_per_leaf(params: Tree, values: Any | Callable[[Any], Any]) -> None:
     """Raise the errors of `per_leaf`, without the memory of its result."""
-    _numbers_of_leaves(params, values)
+    _number_leaves(params, values)
 
 
-def _numbers_of_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[tuple[int, Any, int, list[float]]]]:
+def _number_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[tuple[int, Any, int, list[float]]]]:
     """Return the number of each leaf, the tree's structure, and for each unit its place, box, spec and numbers."""
     paths, entries, structure = tree.flatten_with_paths(params, is_box)
-    given = values(abstract(params)) if callable(values) else values
+    numbers_tree = values(abstract(params)) if callable(values) else values
     try:
-        leaves = tree.leaves_up_to(params, given, is_box, names=("params", "the mask"))
+        leaves = tree.leaves_up_to(params, numbers_tree, is_box, names=("params", "the mask"))
     except ValueError as error:
         error.add_note(
             "A mask is a tree of bools like the parameters, or a function that makes one of them: "
@@ -207,7 +207,7 @@ def _numbers_of_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[
         by_index: dict[int, float] = {}
         for position, index in members:
             if by_index.setdefault(index, float(leaves[position])) != float(leaves[position]):
-                raise ValueError(_conflict_message(spec_of(spec_id).paths[index], paths[position]))
+                raise ValueError(_conflict_message(lookup_spec(spec_id).paths[index], paths[position]))
         rows.append((members[0][0], box, spec_id, [by_index[i] for i in range(len(by_index))]))
     return out, structure, rows
 

@@ -12,19 +12,19 @@ import torch
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
 from fzero.random import key_words, words_at
-from fzero.sharding._spec import spec_of, traced_spec
-from fzero.sharding._stacked_items import item_of, stacked_of
+from fzero.sharding._spec import lookup_spec, traced_spec
+from fzero.sharding._stacked_items import find_item, find_stacked_list
 from fzero.sharding.elements._by_leaf import by_leaf, unit_positions
 from fzero.sharding.elements._leaf_ids import leaf_ids
 
-__all__ = ["words_of_leaf", "words_of_shard"]
+__all__ = ["leaf_bits", "shard_bits"]
 
 
 def _path_key(path: str) -> int:
     return binascii.crc32(path.encode())
 
 
-def words_of_leaf(key: torch.Tensor, path: str, leaf: torch.Tensor) -> torch.Tensor:
+def leaf_bits(key: torch.Tensor, path: str, leaf: torch.Tensor) -> torch.Tensor:
     """Draw 32 random bits for each element of a full leaf: int32, of the shape of the leaf, on its device."""
     dtype = torch.int32 if leaf.numel() < 2**31 else torch.int64
     position = torch.arange(leaf.numel(), dtype=dtype, device=leaf.device).view(leaf.shape)
@@ -32,7 +32,7 @@ def words_of_leaf(key: torch.Tensor, path: str, leaf: torch.Tensor) -> torch.Ten
     return words_at(first, second, position)
 
 
-def words_of_shard(key: torch.Tensor, spec_id: int, device: torch.device) -> torch.Tensor:
+def shard_bits(key: torch.Tensor, spec_id: int, device: torch.device) -> torch.Tensor:
     """Draw 32 random bits for each element of this rank's shard of a unit: int32 `[k]`, those of its full leaves."""
     spec = traced_spec(spec_id)
     axis, rows = _path_keys(spec_id)  # a row for each rank along the axis of a stacked list, else one
@@ -54,15 +54,15 @@ def _path_keys(spec_id: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
 
     The padding, and a slot of a stacked list that holds no item, have the key 0.
     """
-    spec = spec_of(spec_id)
-    along, stacked = stacked_of(spec) or (None, None)
+    spec = lookup_spec(spec_id)
+    along, stacked = find_stacked_list(spec) or (None, None)
     if along is None or stacked is None:
         return "", ((*[_path_key(path) for path in spec.paths], 0),)
     rows = []
     for rank in range(along.size):
         row = []
         for path in spec.paths:
-            item = item_of(path, "", stacked)
+            item = find_item(path, "", stacked)
             if item is None:
                 row.append(_path_key(path))
                 continue
@@ -90,9 +90,9 @@ def _position_in_full_leaf(spec_id: int, position: torch.Tensor, leaf: torch.Ten
             continue
         counts, is_split = [[1] * ndim for _ in part_shapes], [[0] * ndim for _ in part_shapes]
         for i, dim in enumerate(split.dims):
-            at = ndim - len(spec.shapes[i]) + dim
-            full_shapes[i][at] *= split.size
-            counts[i][at], is_split[i][at] = split.size, 1
+            leaf_dim = ndim - len(spec.shapes[i]) + dim
+            full_shapes[i][leaf_dim] *= split.size
+            counts[i][leaf_dim], is_split[i][leaf_dim] = split.size, 1
         rank = axis_index(split.axis, device=device)
         scale = tensor_on([*counts, [1] * ndim], device=device)
         part_indices = part_indices * scale + rank * tensor_on([*is_split, [0] * ndim], device=device)

@@ -12,16 +12,16 @@ import torch
 
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.collectives import all_gather, psum_scatter
-from fzero.sharding._boxes import Shard, box_of
-from fzero.sharding._spec import intern, spec_of, traced_spec, unit_index
+from fzero.sharding._boxes import Shard, make_box
+from fzero.sharding._spec import intern, lookup_spec, traced_spec, unit_index
 from fzero.sharding.elements._by_leaf import by_leaf, in_memory, unit_positions
 
 __all__ = [
     "empty_shape",
     "gather_subset",
-    "places_of_subset",
     "put_subset",
     "scatter_subset",
+    "subset_places",
     "subset_spec",
 ]
 
@@ -39,7 +39,7 @@ def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
 @assume_constant_result
 def subset_spec(spec_id: int, is_member: tuple[bool, ...]) -> int:
     """Return the spec_id of the unit of a subset: of a unit's leaves those that are members, in float32."""
-    spec = spec_of(spec_id)
+    spec = lookup_spec(spec_id)
     rows = zip(spec.shapes, is_member, strict=True)
     shapes = tuple([shape if member else empty_shape(shape) for shape, member in rows])
     return intern(replace(spec, shapes=shapes, dtype=torch.float32, cast=None, host=Fraction(0)))
@@ -53,7 +53,7 @@ def gather_subset(boxes: Sequence[Shard]) -> list[torch.Tensor]:
     return list(full[:, : subset.numel].unbind())
 
 
-def places_of_subset(spec_id: int, subset_id: int, device: torch.device) -> torch.Tensor:
+def subset_places(spec_id: int, subset_id: int, device: torch.device) -> torch.Tensor:
     """Return the index in this rank's shard `[k]` of each of the subset's elements: int64 `[r]`.
 
     Those of other ranks' elements are negative, or k and above.
@@ -84,14 +84,14 @@ def scatter_subset(xs: Sequence[torch.Tensor], places: torch.Tensor, spec_id: in
 
     Args:
         xs: the tensors; what they hold of other ranks' elements does not count.
-        places: the result of `places_of_subset`.
+        places: the result of `subset_places`.
         spec_id: the unit.
         subset_id: the subset.
     """
     k, subset = traced_spec(spec_id).shard_numel, traced_spec(subset_id)
-    own = torch.stack(list(xs))
-    own = torch.where((places >= 0) & (places < k), own, torch.zeros_like(own))
+    rows = torch.stack(list(xs))
+    rows = torch.where((places >= 0) & (places < k), rows, torch.zeros_like(rows))
     padding = subset.shard_numel * subset.ranks - subset.numel
-    own = torch.cat([own, own.new_zeros(len(xs), padding)], dim=1) if padding else own
-    shards = psum_scatter(own, subset.axes, dim=-1) if subset.ranks > 1 else own
-    return [box_of(subset_id, [x]) for x in shards.unbind()]
+    rows = torch.cat([rows, rows.new_zeros(len(xs), padding)], dim=1) if padding else rows
+    shards = psum_scatter(rows, subset.axes, dim=-1) if subset.ranks > 1 else rows
+    return [make_box(subset_id, [x]) for x in shards.unbind()]

@@ -19,8 +19,8 @@ import torch
 from fzero._torch.types import Tensors
 from fzero.axes import Axis
 from fzero.collectives import NO_AXIS, DimOptions, NoOptions, UnitOptions, UnitPartOptions, UnitSumOptions, apply
-from fzero.sharding._spec import spec_of
-from fzero.sharding.maps._coded_rows import codec_of, padded_numel, quantized_blocks, sum_payloads
+from fzero.sharding._spec import lookup_spec
+from fzero.sharding.maps._coded_rows import find_codec, padded_numel, quantized_blocks, sum_payloads
 from fzero.sharding.maps._flat import flatten_leaves, view_leaves
 from fzero.sharding.maps._unit_dtypes import to_gradient_dtype
 
@@ -75,12 +75,12 @@ def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Ten
     for a in reversed(axes):
         payload = _apply_row("gather_flat", a, UnitOptions(spec_id), payload)
     of_all = UnitPartOptions(spec_id, 0, math.prod([a.size for a in axes[1:]]))
-    return view_leaves(spec_of(spec_id), _apply_row("decoded_unit", axes[0], of_all, payload, magnitudes))
+    return view_leaves(lookup_spec(spec_id), _apply_row("decoded_unit", axes[0], of_all, payload, magnitudes))
 
 
 def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payloads of a unit's gradient for all ranks, and the magnitudes that the ranks share."""
-    spec, first, unit = spec_of(spec_id), axes[0], UnitOptions(spec_id)
+    spec, first, unit = lookup_spec(spec_id), axes[0], UnitOptions(spec_id)
     padding = padded_numel(spec, first.size) - spec.numel
     leading = leaves[0].ndim - len(spec.shapes[0])
     buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
@@ -99,12 +99,12 @@ def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) ->
     for a in axes[1:]:
         sums = _scatter_sums(spec_id, a, ranks, sums)
         ranks *= a.size
-    return [to_gradient_dtype(spec_of(spec_id), _apply_row_to_part("own_sum", spec_id, axes, sums, magnitudes))]
+    return [to_gradient_dtype(lookup_spec(spec_id), _apply_row_to_part("own_sum", spec_id, axes, sums, magnitudes))]
 
 
 def _scatter_sums(spec_id: int, axis: Axis, ranks: int, sums: torch.Tensor) -> torch.Tensor:
     """Return this rank's part `[k]` of the sum over an axis of sums of codes `[n k]`, each a sum over `ranks` ranks."""
-    if codec_of(spec_of(spec_id), "reduce").code_kind.is_float:
+    if find_codec(lookup_spec(spec_id), "reduce").code_kind.is_float:
         return _apply_row("reduce_scatter_flat", axis, UnitOptions(spec_id), sums)
     options = UnitSumOptions(spec_id, ranks)
     return _apply_row("sum_of_sums", axis, options, _apply_row("part_bytes", axis, options, sums))
@@ -115,7 +115,7 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
 
     The sums of integer codes are integers. So they are gathered in as few bytes as the largest possible sum needs.
     """
-    spec, (first, *rest), unit = spec_of(spec_id), axes, UnitOptions(spec_id)
+    spec, (first, *rest), unit = lookup_spec(spec_id), axes, UnitOptions(spec_id)
     in_sum = UnitSumOptions(spec_id, math.prod([a.size for a in axes]))
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
     sums = _apply_row("sum_of_payloads", first, unit, payload)
@@ -144,8 +144,8 @@ def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tup
 
 def decode_shard(spec_id: int, axes: Sequence[Axis], payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard `[k]`, float32, from the results of `encode_shard`, of this or of another replica."""
-    spec, axes = spec_of(spec_id), axes or [NO_AXIS]
-    codec = codec_of(spec, "reduce")
+    spec, axes = lookup_spec(spec_id), axes or [NO_AXIS]
+    codec = find_codec(spec, "reduce")
     (full,) = apply(axes[0].token, "all_gather", axes[0].binding, DimOptions(-1), magnitudes)
     codes = sum_payloads(payload.unsqueeze(0), codec.key, 1, spec.shard_numel)
     return _apply_row_to_part("own_sum", spec_id, axes, codes, full.narrow(-1, 0, quantized_blocks(spec, codec)))

@@ -28,10 +28,10 @@ from fzero.collectives import (
     add_rows,
     group_all_to_all,
 )
-from fzero.sharding._spec import Spec, spec_of
+from fzero.sharding._spec import Spec, lookup_spec
 from fzero.sharding.elements import UnitRange, block_range
 
-__all__ = ["codec_of", "padded_numel", "quantized_blocks", "sum_payloads"]
+__all__ = ["find_codec", "padded_numel", "quantized_blocks", "sum_payloads"]
 
 
 @OneNode
@@ -40,10 +40,10 @@ def range_magnitudes(x: torch.Tensor, lists: list[Any], blocks: int, block: int)
 
     It is 0 for blocks outside the range.
     """
-    of_range = UnitRange.from_lists(lists)
-    magnitudes = largest_magnitudes(of_range.to_blocks(x, block))
+    unit_range = UnitRange.from_lists(lists)
+    magnitudes = largest_magnitudes(unit_range.to_blocks(x, block))
     lead = magnitudes.shape[:-1]
-    before, after = of_range.first, blocks - of_range.first - of_range.count
+    before, after = unit_range.first, blocks - unit_range.first - unit_range.count
     return torch.cat([magnitudes.new_zeros((*lead, before)), magnitudes, magnitudes.new_zeros((*lead, after))], -1)
 
 
@@ -52,9 +52,9 @@ def encode_range(
     x: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey, ranks: int
 ) -> torch.Tensor:
     """Return the payload of a range `[.., length]`: uint8 `[.., ranks bytes]`, one for each of `ranks` parts."""
-    of_range, codec = UnitRange.from_lists(lists), Codec(*key)
-    blocks = of_range.to_blocks(x, codec.block)
-    codes = of_range.from_blocks(encode_blocks(codec, blocks, of_range.own(magnitudes), of_range.first))
+    unit_range, codec = UnitRange.from_lists(lists), Codec(*key)
+    blocks = unit_range.to_blocks(x, codec.block)
+    codes = unit_range.from_blocks(encode_blocks(codec, blocks, unit_range.own(magnitudes), unit_range.first))
     return pack(codec.code_kind, codes.unflatten(-1, (ranks, -1)).contiguous()).flatten(-2)
 
 
@@ -63,10 +63,10 @@ def decode_unit(
     payload: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey, ranks: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a unit `[.., length]` in `dtype`, from the payloads of its `ranks` parts."""
-    of_unit, codec = UnitRange.from_lists(lists), Codec(*key)
-    codes = unpack(codec.code_kind, payload.unflatten(-1, (ranks, -1)), of_unit.length // ranks).flatten(-2)
-    values = decode_blocks(codec, of_unit.to_blocks(codes, codec.block), magnitudes)
-    return of_unit.from_blocks(values).to(dtype)
+    unit_range, codec = UnitRange.from_lists(lists), Codec(*key)
+    codes = unpack(codec.code_kind, payload.unflatten(-1, (ranks, -1)), unit_range.length // ranks).flatten(-2)
+    values = decode_blocks(codec, unit_range.to_blocks(codes, codec.block), magnitudes)
+    return unit_range.from_blocks(values).to(dtype)
 
 
 @OneNode
@@ -79,44 +79,44 @@ def sum_payloads(payloads: torch.Tensor, key: CodecKey, parts: int, length: int)
 @OneNode
 def sums_to_bytes(sums: torch.Tensor, count: int) -> torch.Tensor:
     """Return sums of integer codes `[.., k]` as bytes `[.., count k]`, since NCCL sends no int16."""
-    whole = sums.to(torch.int32) + (1 << (8 * count - 1))
-    return torch.cat([((whole >> (8 * i)) & 0xFF).to(torch.uint8) for i in range(count)], -1)
+    shifted_sums = sums.to(torch.int32) + (1 << (8 * count - 1))
+    return torch.cat([((shifted_sums >> (8 * i)) & 0xFF).to(torch.uint8) for i in range(count)], -1)
 
 
 @OneNode
-def sums_of_bytes(payload: torch.Tensor, count: int, ranks: int) -> torch.Tensor:
+def decode_sums(payload: torch.Tensor, count: int, ranks: int) -> torch.Tensor:
     """Return the sums `[.., ranks k]`, float32, that `ranks` ranks sent as bytes `[.., ranks count k]`."""
     parts = payload.unflatten(-1, (ranks, count, -1)).to(torch.int32)
-    whole = torch.stack([parts[..., i, :] << (8 * i) for i in range(count)]).sum(0)
-    return (whole - (1 << (8 * count - 1))).to(torch.float32).flatten(-2)
+    shifted_sums = torch.stack([parts[..., i, :] << (8 * i) for i in range(count)]).sum(0)
+    return (shifted_sums - (1 << (8 * count - 1))).to(torch.float32).flatten(-2)
 
 
 @OneNode
 def add_sums(payloads: torch.Tensor, count: int) -> torch.Tensor:
     """Return the sum, float32 `[.., k]`, of the sums that several ranks sent as bytes `[n, .., count k]`."""
-    return sums_of_bytes.f(payloads, count, 1).sum(0)
+    return decode_sums.f(payloads, count, 1).sum(0)
 
 
 @OneNode
 def decode_sum(sums: torch.Tensor, magnitudes: torch.Tensor, lists: list[Any], key: CodecKey) -> torch.Tensor:
     """Return the numbers `[.., length]`, float32, of sums of the codes of a range."""
-    of_range, codec = UnitRange.from_lists(lists), Codec(*key)
-    values = scale_blocks(codec, of_range.to_blocks(sums, codec.block), of_range.own(magnitudes))
-    return of_range.from_blocks(values)
+    unit_range, codec = UnitRange.from_lists(lists), Codec(*key)
+    values = scale_blocks(codec, unit_range.to_blocks(sums, codec.block), unit_range.own(magnitudes))
+    return unit_range.from_blocks(values)
 
 
 def quantized_blocks(spec: Spec, codec: Codec) -> int:
     return sum([codec.num_blocks(size) for size in spec.sizes])
 
 
-def codec_of(spec: Spec, name: str) -> Codec:
+def find_codec(spec: Spec, name: str) -> Codec:
     assert spec.cast is not None
     codec = spec.cast.gather if name == "gather" else spec.cast.reduce
     assert codec is not None
     return codec
 
 
-def _range_of(spec: Spec, codec: Codec, rank: int, ranks: int) -> UnitRange:
+def _rank_range(spec: Spec, codec: Codec, rank: int, ranks: int) -> UnitRange:
     k = padded_numel(spec, ranks) // ranks
     return block_range(spec.sizes, codec.block, rank * k, rank * k + k)
 
@@ -136,7 +136,7 @@ def _operation_by_rank(f: Any) -> RankOperation:
 
     def run(slowest: int, n: int, options: UnitPartOptions, xs: Tensors) -> torch.Tensor:
         spec_id, index, ranks = options
-        return f(spec_of(spec_id), slowest * ranks + index, n * ranks, *xs)
+        return f(lookup_spec(spec_id), slowest * ranks + index, n * ranks, *xs)
 
     def all_ranks(n: int, options: UnitPartOptions, xs: Tensors) -> Tensors:
         return [torch.stack([run(r, n, options, [x[r] for x in xs]) for r in range(n)])]
@@ -167,62 +167,62 @@ def _operation_on_copies(f: Any) -> RankOperation:
 
 
 def _own_magnitudes(spec: Spec, rank: int, ranks: int, x: torch.Tensor) -> torch.Tensor:
-    codec = codec_of(spec, "gather")
+    codec = find_codec(spec, "gather")
     return range_magnitudes(
-        x, _range_of(spec, codec, rank, ranks).as_lists(), quantized_blocks(spec, codec), codec.block
+        x, _rank_range(spec, codec, rank, ranks).as_lists(), quantized_blocks(spec, codec), codec.block
     )
 
 
 def _own_payload(spec: Spec, rank: int, ranks: int, x: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    codec = codec_of(spec, "gather")
-    return encode_range(x, magnitudes, _range_of(spec, codec, rank, ranks).as_lists(), codec.key, 1)
+    codec = find_codec(spec, "gather")
+    return encode_range(x, magnitudes, _rank_range(spec, codec, rank, ranks).as_lists(), codec.key, 1)
 
 
 def _decoded_unit(options: UnitPartOptions, n: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    spec, ranks = spec_of(options.spec_id), n * options.ranks
-    codec = codec_of(spec, "gather")
+    spec, ranks = lookup_spec(options.spec_id), n * options.ranks
+    codec = find_codec(spec, "gather")
     return decode_unit(payload, magnitudes, _unit_range(spec, codec, ranks).as_lists(), codec.key, ranks, spec.dtype)
 
 
 def _unit_magnitudes(options: UnitOptions, ranks: int, buffer: torch.Tensor) -> torch.Tensor:
-    spec = spec_of(options.spec_id)
-    codec = codec_of(spec, "reduce")
+    spec = lookup_spec(options.spec_id)
+    codec = find_codec(spec, "reduce")
     return range_magnitudes(
         buffer, _unit_range(spec, codec, ranks).as_lists(), quantized_blocks(spec, codec), codec.block
     )
 
 
 def _unit_payload(options: UnitOptions, ranks: int, buffer: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    spec = spec_of(options.spec_id)
-    codec = codec_of(spec, "reduce")
+    spec = lookup_spec(options.spec_id)
+    codec = find_codec(spec, "reduce")
     return encode_range(
         buffer, magnitudes, _unit_range(spec, codec, ranks).as_lists(), codec.key, max(spec.ranks, ranks)
     )
 
 
 def _own_sum(spec: Spec, rank: int, ranks: int, sums: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    codec = codec_of(spec, "reduce")
-    return decode_sum(sums, magnitudes, _range_of(spec, codec, rank, ranks).as_lists(), codec.key)
+    codec = find_codec(spec, "reduce")
+    return decode_sum(sums, magnitudes, _rank_range(spec, codec, rank, ranks).as_lists(), codec.key)
 
 
 def _unit_sum(options: UnitSumOptions, ranks: int, payload: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    spec = spec_of(options.spec_id)
-    codec = codec_of(spec, "reduce")
-    sums = payload if codec.code_kind.is_float else sums_of_bytes(payload, _bytes_of_sum(codec, options.ranks), ranks)
+    spec = lookup_spec(options.spec_id)
+    codec = find_codec(spec, "reduce")
+    sums = payload if codec.code_kind.is_float else decode_sums(payload, _bytes_per_sum(codec, options.ranks), ranks)
     return decode_sum(sums, magnitudes, block_range(spec.sizes, codec.block, 0, spec.numel).as_lists(), codec.key)
 
 
 def _sum_bytes(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
-    codec = codec_of(spec_of(options.spec_id), "reduce")
-    return sums.clone() if codec.code_kind.is_float else sums_to_bytes(sums, _bytes_of_sum(codec, options.ranks))
+    codec = find_codec(lookup_spec(options.spec_id), "reduce")
+    return sums.clone() if codec.code_kind.is_float else sums_to_bytes(sums, _bytes_per_sum(codec, options.ranks))
 
 
-def _bytes_of_parts(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
-    count = _bytes_of_sum(codec_of(spec_of(options.spec_id), "reduce"), options.ranks)
+def _part_bytes(options: UnitSumOptions, ranks: int, sums: torch.Tensor) -> torch.Tensor:
+    count = _bytes_per_sum(find_codec(lookup_spec(options.spec_id), "reduce"), options.ranks)
     return sums_to_bytes(sums.unflatten(-1, (ranks, -1)), count).flatten(-2)
 
 
-def _bytes_of_sum(codec: Codec, ranks: int) -> int:
+def _bytes_per_sum(codec: Codec, ranks: int) -> int:
     """Return the number of bytes that holds the sum of `ranks` integer codes."""
     largest = int(codec.code_kind.largest) * ranks
     return next(count for count in (1, 2, 3) if largest < 1 << (8 * count - 1))
@@ -237,25 +237,25 @@ def _split_payload(payload: torch.Tensor, n: int) -> torch.Tensor:
     return payload.unflatten(-1, (n, -1)).movedim(-2, 0)
 
 
-def _sum_of_ranks(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
+def _sum_ranks(spec: Spec, ranks: int, payloads: torch.Tensor) -> torch.Tensor:
     """Sum the payloads of `ranks` ranks, each for one rank's part."""
     parts = max(spec.ranks // ranks, 1)
-    return sum_payloads(payloads, codec_of(spec, "reduce").key, parts, padded_numel(spec, ranks) // ranks // parts)
+    return sum_payloads(payloads, find_codec(spec, "reduce").key, parts, padded_numel(spec, ranks) // ranks // parts)
 
 
 def _all_ranks_sum(n: int, options: UnitOptions, xs: Tensors) -> Tensors:
     return [
-        torch.stack([_sum_of_ranks(spec_of(options.spec_id), n, part) for part in _split_payload(xs[0], n).unbind()])
+        torch.stack([_sum_ranks(lookup_spec(options.spec_id), n, part) for part in _split_payload(xs[0], n).unbind()])
     ]
 
 
 def _local_sum(binding: Binding, options: UnitOptions, xs: Tensors) -> Tensors:
     parts = _split_payload(xs[0], binding.size)
-    return [_sum_of_ranks(spec_of(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
+    return [_sum_ranks(lookup_spec(options.spec_id), binding.size, group_all_to_all(parts.contiguous(), binding))]
 
 
 def _add_sums(options: UnitSumOptions, payloads: torch.Tensor) -> torch.Tensor:
-    return add_sums(payloads, _bytes_of_sum(codec_of(spec_of(options.spec_id), "reduce"), options.ranks))
+    return add_sums(payloads, _bytes_per_sum(find_codec(lookup_spec(options.spec_id), "reduce"), options.ranks))
 
 
 def _all_ranks_add_sums(n: int, options: UnitSumOptions, xs: Tensors) -> Tensors:
@@ -268,7 +268,7 @@ def _local_add_sums(binding: Binding, options: UnitSumOptions, xs: Tensors) -> T
 
 
 def _unit_name(options: UnitOptions) -> str:
-    return spec_of(options.spec_id).unit
+    return lookup_spec(options.spec_id).unit
 
 
 _LARGEST = RankOperation("all_reduce", lambda n, options, xs: [xs[0].amax(0)], _local_largest)
@@ -285,7 +285,7 @@ add_rows(
     LinearMap("unit_magnitudes", _operation_alike_on_ranks(_unit_magnitudes), ""),
     LinearMap("unit_payload", _operation_alike_on_ranks(_unit_payload), ""),
     LinearMap("sum_of_payloads", _SUM, "", unit=_unit_name),
-    LinearMap("part_bytes", _operation_alike_on_ranks(_bytes_of_parts), ""),
+    LinearMap("part_bytes", _operation_alike_on_ranks(_part_bytes), ""),
     LinearMap("sum_of_sums", _ADD_SUMS, "", unit=_unit_name),
     LinearMap("own_sum", _operation_by_rank(_own_sum), ""),
     LinearMap("sum_bytes", _operation_alike_on_ranks(_sum_bytes), ""),

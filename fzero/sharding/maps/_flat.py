@@ -45,12 +45,12 @@ def _view_by_strides(buffer: torch.Tensor, sizes: list[int], shapes: list[list[i
     """Do the same as `view_ranges`, on a stand-in: with one operation for each part."""
     if buffer.dim() > 1 or not buffer.is_contiguous():
         return view_ranges.f(buffer, sizes, shapes)
-    at = buffer.storage_offset()
+    offset = buffer.storage_offset()
     parts: list[torch.Tensor] = []
     for size, shape in zip(sizes, shapes, strict=True):
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        parts.append(buffer.as_strided(shape, strides, at))
-        at += size
+        parts.append(buffer.as_strided(shape, strides, offset))
+        offset += size
     return parts
 
 
@@ -58,11 +58,11 @@ def _view_by_strides(buffer: torch.Tensor, sizes: list[int], shapes: list[list[i
 def view_ranges(buffer: torch.Tensor, sizes: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
     """View consecutive ranges of a buffer `[.., n]` as tensors `[.., *shape]`."""
     leading_shape = buffer.shape[:-1]
-    at = 0
+    start = 0
     parts: list[torch.Tensor] = []
     for size, shape in zip(sizes, shapes, strict=True):
-        parts.append(buffer.narrow(len(leading_shape), at, size).view((*leading_shape, *shape)))
-        at += size
+        parts.append(buffer.narrow(len(leading_shape), start, size).view((*leading_shape, *shape)))
+        start += size
     return parts
 
 
@@ -73,11 +73,11 @@ def flatten_by_copies(leaves: list[torch.Tensor], leading: int, padding: int) ->
     leading_shape = leaves[0].shape[:leading]
     sizes = [x.shape[leading:].numel() for x in leaves]
     buffer = leaves[0].new_empty((*leading_shape, sum(sizes) + padding))
-    at = 0
+    start = 0
     for x, size in zip(leaves, sizes, strict=True):
-        buffer.narrow(leading, at, size).view(x.shape).copy_(x)
-        at += size
-    buffer.narrow(leading, at, padding).zero_()
+        buffer.narrow(leading, start, size).view(x.shape).copy_(x)
+        start += size
+    buffer.narrow(leading, start, padding).zero_()
     return buffer
 
 

@@ -9,9 +9,9 @@ from fzero._torch import allow_in_graph, raise_priority
 from fzero._torch.types import Tensors
 from fzero.axes import Axis, Binding, join_axes
 from fzero.codecs import Codec, round_trip
-from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, add_rows, apply, transpose_of
+from fzero.collectives import NO_AXIS, DimOptions, UnitOptions, add_rows, apply, transposed_name
 from fzero.sharding._boxes import Shard
-from fzero.sharding._spec import spec_of, traced_spec, unit_axes
+from fzero.sharding._spec import lookup_spec, traced_spec, unit_axes
 from fzero.sharding.maps._coded import coded_all_reduce, coded_gather, coded_reduce_scatter
 from fzero.sharding.maps._flat import flatten_unit, view_leaves
 from fzero.sharding.maps._flat_rows import UNIT_ROWS
@@ -90,20 +90,20 @@ class _WithRowDerivatives(torch.autograd.Function):
         if ctx.name == "gather":  # sums gradients, by the spec's codec if it has one
             of_xs = apply_over_unit_axes("reduce_scatter", _context_axes(ctx), ctx.spec_id, grads)
         else:
-            of_xs = _apply_rows(transpose_of(ctx.name), _context_axes(ctx), ctx.spec_id, grads)
+            of_xs = _apply_rows(transposed_name(ctx.name), _context_axes(ctx), ctx.spec_id, grads)
         return (*[None] * (4 + len(ctx.bindings)), *of_xs, *[None] * ctx.values)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        at = 4 + len(ctx.bindings)
-        return tuple(_apply_rows(ctx.name, _context_axes(ctx), ctx.spec_id, tangents[at : at + ctx.count]))
+        first = 4 + len(ctx.bindings)
+        return tuple(_apply_rows(ctx.name, _context_axes(ctx), ctx.spec_id, tangents[first : first + ctx.count]))
 
     @staticmethod
     def vmap(
         info: Any, in_dims: Any, name: str, spec_id: int, bindings: tuple[Binding, ...], count: int, *tensors: Any
     ) -> Any:
-        at = len(bindings) + count
-        return tuple([y.view_as(y) for y in tensors[at:]]), tuple(in_dims[4 + at :])
+        first = len(bindings) + count
+        return tuple([y.view_as(y) for y in tensors[first:]]), tuple(in_dims[4 + first :])
 
 
 def _context_axes(ctx: Any) -> list[Axis]:
@@ -118,7 +118,7 @@ def _bound_axes(bindings: Sequence[Binding], tokens: Tensors) -> list[Axis]:
 def _gather_from_origin(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.Tensor) -> Any:
     """Return the leaves `origin` of a shard; `tensors` are the axes' tokens, the shard, and `origin`."""
     tokens, (shard, *origin) = tensors[: len(bindings)], tensors[len(bindings) :]
-    key = spec_of(spec_id).gather_key
+    key = lookup_spec(spec_id).gather_key
     if key is not None:
         origin = [round_trip(Codec(*key), x.detach()) for x in origin]
     return _WithRowDerivatives.apply("gather", spec_id, bindings, 1, *tokens, shard, *origin)
@@ -129,7 +129,7 @@ def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.T
     """Gather a shard by the spec's codecs; `tensors` are the axes' tokens and the shard."""
     tokens, shard = tensors[:-1], tensors[-1]
     axes = _bound_axes(bindings, tokens)
-    if spec_of(spec_id).gather_key is None:
+    if lookup_spec(spec_id).gather_key is None:
         leaves = _apply_rows("gather", axes, spec_id, [shard.detach()])
     else:
         leaves = coded_gather(spec_id, axes, shard)
@@ -140,7 +140,7 @@ def _coded_gather(spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.T
 def _coded_sum(name: str, spec_id: int, bindings: tuple[Binding, ...], *tensors: torch.Tensor) -> Any:
     """Sum a unit's gradients by the spec's codec; `tensors` are the axes' tokens and the gradients."""
     tokens, xs = tensors[: len(bindings)], tensors[len(bindings) :]
-    axes, spec = _bound_axes(bindings, tokens), spec_of(spec_id)
+    axes, spec = _bound_axes(bindings, tokens), lookup_spec(spec_id)
     if name == "all_reduce_shard":  # of a unit that is split and not sharded: the leaves lie in one flat tensor
         values = [flatten_unit(spec, coded_all_reduce(spec_id, axes, view_leaves(spec, xs[0])))]
     else:

@@ -107,10 +107,10 @@ def _name_subtree(leaves: _Leaves, below: Mapping[_Keys, int]) -> _Subtree:
     """Name a subtree by the first and the last subtree that it contains completely."""
     inside = _count_leaves([leaf.keys for leaf in leaves])
 
-    def name_of(leaf: _SubtreeLeaf) -> str:
+    def leaf_name(leaf: _SubtreeLeaf) -> str:
         prefixes = (leaf.keys[:depth] for depth in range(len(leaf.keys) + 1))
         return ".".join(next((keys for keys in prefixes if inside[keys] == below[keys]), leaf.keys)) or "params"
 
-    first, last = name_of(leaves[0]), name_of(leaves[-1])
+    first, last = leaf_name(leaves[0]), leaf_name(leaves[-1])
     name = first if first == last else f"{first} to {last}"
     return _Subtree(name, tuple([leaf.path for leaf in leaves]), _numel_of(leaves))

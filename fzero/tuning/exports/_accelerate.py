@@ -57,7 +57,12 @@ def accelerate(run: PlannedRun) -> Export:
     as_run = replace(c, stage=max(c.stage, int(is_fsdp)), remat=bool(c.remat), offload=c.offload * is_fsdp, ep=1)
     peak = expected_bytes(run, fsdp2_states, as_run)
     return make_export(
-        run, system=_SYSTEM, filename="accelerate.yaml", body=_to_yaml(fields), differences=_differences(run), peak=peak
+        run,
+        system=_SYSTEM,
+        filename="accelerate.yaml",
+        body=_to_yaml(fields),
+        differences=_list_differences(run),
+        peak=peak,
     )
 
 
@@ -79,10 +84,10 @@ def _to_yaml(fields: dict[str, Any], indent: str = "") -> str:
     return "".join(lines)
 
 
-def _differences(run: PlannedRun) -> tuple[str, ...]:
+def _list_differences(run: PlannedRun) -> tuple[str, ...]:
     """List what accelerate does otherwise than the row says, or leaves to the program."""
     c, is_fsdp = run.config, _is_fsdp(run)
-    each = ", sync_each_batch=True" if c.stage > 1 else ""
+    sync_option = ", sync_each_batch=True" if c.stage > 1 else ""
     precision = c.precision if is_fsdp else "float32"
     before = [
         (
@@ -92,7 +97,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
         (
             c.accumulation > 1,
             f"So does Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={c.accumulation}"
-            f"{each})).",
+            f"{sync_option})).",
         ),
         (
             run.hosts > 1,
@@ -134,5 +139,5 @@ def _remedies(run: PlannedRun) -> dict[str, str]:
         ),
         ("remat", "the model recomputes: model.gradient_checkpointing_enable() of transformers", not is_fsdp),
     ]
-    used = {"offload": c.offload, "remat": c.remat}
-    return {**_REMEDIES, **{setting: words for setting, words, holds in rows if holds and used[setting]}}
+    settings = {"offload": c.offload, "remat": c.remat}
+    return {**_REMEDIES, **{setting: words for setting, words, applies in rows if applies and settings[setting]}}

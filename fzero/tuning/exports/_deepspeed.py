@@ -40,7 +40,7 @@ def deepspeed(run: PlannedRun) -> Export:
         system=_SYSTEM,
         filename="ds_config.json",
         body=text,
-        differences=_differences(run),
+        differences=_list_differences(run),
         peak=peak,
         comments=False,
     )
@@ -63,7 +63,7 @@ def _offload_section(run: PlannedRun) -> dict[str, Any]:
     return {"device": "cpu", "pin_memory": True, **ratio}
 
 
-def _differences(run: PlannedRun) -> tuple[str, ...]:
+def _list_differences(run: PlannedRun) -> tuple[str, ...]:
     """List what DeepSpeed does otherwise than the row says, or leaves to the program."""
     c = run.config
     rules = {

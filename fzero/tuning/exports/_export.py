@@ -8,7 +8,7 @@ from fzero._format import format_bytes
 from fzero._report import Report
 from fzero.tuning._row import TableRow
 from fzero.tuning._search_space import REMAT_WORDS, Configuration
-from fzero.tuning.exports._peaks import ParameterCounts, StateBytes, sizes_of
+from fzero.tuning.exports._peaks import ParameterCounts, StateBytes, count_parameters
 from fzero.tuning.machines import Machine
 from fzero.tuning.models import ModelShape
 
@@ -131,7 +131,7 @@ def expected_bytes(
     if run.activations is None or run.shape is None:
         return None
     config = config or run.config
-    return states(sizes_of(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
+    return states(count_parameters(run.shape, config), config).peak(run.activations(config), config.accumulation > 1)
 
 
 def applicable_lines(rows: Iterable[str | tuple[Any, str]]) -> list[str]:

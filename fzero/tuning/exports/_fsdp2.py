@@ -39,7 +39,7 @@ def fsdp2(run: PlannedRun) -> Export:
     body = "\n\n".join([*parts, _shard_model(run), _train_step(run)])
     peak = expected_bytes(run, fsdp2_states, replace(c, ep=1))
     return make_export(
-        run, system=_SYSTEM, filename="fsdp2_plan.py", body=body, differences=_differences(run), peak=peak
+        run, system=_SYSTEM, filename="fsdp2_plan.py", body=body, differences=_list_differences(run), peak=peak
     )
 
 
@@ -74,7 +74,7 @@ def _shard_model(run: PlannedRun) -> str:
     labels = ", ".join([f'"{name}"' for name in sizes]) + ("," if len(sizes) == 1 else "")
     policy = f"MixedPrecisionPolicy(param_dtype=torch.{c.precision}, reduce_dtype=torch.float32)"
     every_second, products = c.remat == EVERY_SECOND, c.remat == "matmuls"
-    indent, more = " " * (12 if every_second else 8), ", context_fn=contexts" if products else ""
+    indent, context_option = " " * (12 if every_second else 8), ", context_fn=contexts" if products else ""
     rows = [
         "def shard_model(model, blocks):",
         '    """Shard a float32 model by its blocks, a list of modules, and return its optimizer."""',
@@ -93,7 +93,7 @@ def _shard_model(run: PlannedRun) -> str:
         (c.tp > 1, '        parallelize_module(block, mesh["tp"], plan)'),
         (products, "        contexts = partial(create_selective_checkpoint_contexts, PRODUCTS)"),
         (every_second, "        if i % 2:"),
-        (c.remat, f"{indent}block.forward = partial(checkpoint, block.forward, use_reentrant=False{more})"),
+        (c.remat, f"{indent}block.forward = partial(checkpoint, block.forward, use_reentrant=False{context_option})"),
         "        fully_shard(block, **options)",
         "    fully_shard(model, **options)",
         "    return torch.optim.AdamW(model.parameters(), lr=3e-4)",
@@ -141,7 +141,7 @@ def _train_step(run: PlannedRun) -> str:
     )
 
 
-def _differences(run: PlannedRun) -> tuple[str, ...]:
+def _list_differences(run: PlannedRun) -> tuple[str, ...]:
     """List what FSDP2 does otherwise than the row says, or leaves to the program."""
     c = run.config
     rules = {

@@ -25,7 +25,7 @@ def megatron(run: PlannedRun) -> Export:
         f"MEGATRON_ARGS=(\n{body})\n"
         f'# torchrun {nodes} pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" and your flags of data and tokenizer\n'
     )
-    return make_export(run, _SYSTEM, "megatron_args.sh", text, _differences(run))
+    return make_export(run, _SYSTEM, "megatron_args.sh", text, _list_differences(run))
 
 
 def _model_flags(run: PlannedRun) -> list[str]:
@@ -125,7 +125,7 @@ def _number_flags(run: PlannedRun) -> list[str]:
     return [*half, adamw, "--clip-grad 1.0"]
 
 
-def _differences(run: PlannedRun) -> tuple[str, ...]:
+def _list_differences(run: PlannedRun) -> tuple[str, ...]:
     """List what Megatron-LM does otherwise than the row says, or leaves to the user."""
     c = run.config
     rules = {"chunked_loss": "Megatron-LM computes all logits at once, which take more memory than the row has"}

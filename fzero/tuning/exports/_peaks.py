@@ -14,7 +14,7 @@ from fzero.tuning.machines import Machine
 from fzero.tuning.models import TENSOR, ModelShape, ModelStep, init
 from fzero.tuning.search import ConfigurationPlanner, PlanCache
 
-__all__ = ["ParameterCounts", "StateBytes", "activation_bytes", "deepspeed_states", "fsdp2_states", "sizes_of"]
+__all__ = ["ParameterCounts", "StateBytes", "activation_bytes", "count_parameters", "deepspeed_states", "fsdp2_states"]
 
 _KINDS = ("parameters", "optimizer state", "gradients", "gathered")  # of a plan, in whose place StateBytes stand
 _BUCKET_ELEMENTS = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
@@ -52,7 +52,7 @@ class ParameterCounts(NamedTuple):
     unit: float
 
 
-def sizes_of(shape: ModelShape, config: Configuration) -> ParameterCounts:
+def count_parameters(shape: ModelShape, config: Configuration) -> ParameterCounts:
     """Count the parameters of a rank; of a rank in a pipeline, on average."""
     data_ranks = config.ranks * config.cp
     full: dict[str, float] = {}
@@ -104,30 +104,36 @@ def fsdp2_states(sizes: ParameterCounts, config: Configuration) -> StateBytes:
     At stage 0 all is replicated. Stage 1 holds whole gradients where they are summed over micro-batches.
     """
     width = 4 if config.precision == "float32" else 2
-    own = sizes.full if config.stage == 0 else sizes.sharded
+    held_params = sizes.full if config.stage == 0 else sizes.sharded
     gathered = width * (2 * sizes.unit if config.stage == 3 else sizes.full)
     if config.host > 1 and config.stage == 3:
         gathered += width * sizes.full / config.axes["dp"]  # a host's shards, from the forward to the backward pass
-    gradients = 4 * (sizes.full if config.stage < 2 and config.accumulation > 1 else own)
+    gradients = 4 * (sizes.full if config.stage < 2 and config.accumulation > 1 else held_params)
     if config.offload:  # the update runs on the host
         return StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered, update=0.0)
-    return StateBytes(parameters=4 * own, gradients=gradients, optimizer=8 * own, buffers=gathered, update=4 * own)
+    return StateBytes(
+        parameters=4 * held_params,
+        gradients=gradients,
+        optimizer=8 * held_params,
+        buffers=gathered,
+        update=4 * held_params,
+    )
 
 
 def deepspeed_states(sizes: ParameterCounts, config: Configuration) -> StateBytes:
     """Return the states of DeepSpeed with its default buckets. Its masters are float32 in any precision."""
     width = 4 if config.precision == "float32" else 2
-    own = sizes.full if config.stage == 0 else sizes.sharded
+    held_params = sizes.full if config.stage == 0 else sizes.sharded
     parameters = width * (sizes.sharded if config.stage == 3 else sizes.full)
     live = min(sizes.full, _MAX_LIVE) if config.stage == 3 else 0.0
     live += sizes.full / config.axes["dp"] if config.host > 1 and config.stage == 3 else 0.0  # a host's shards
-    gradients = width * (sizes.full if config.stage < 2 else own)
+    gradients = width * (sizes.full if config.stage < 2 else held_params)
     on_host = config.offload if config.stage == 3 else float(config.offload > 0)  # a share only at stage 3
     on_host = on_host if config.stage else 0.0
     return StateBytes(
         parameters=parameters,
         gradients=gradients,
-        optimizer=12 * own * (1 - on_host),
+        optimizer=12 * held_params * (1 - on_host),
         buffers=width * (_BUCKET_ELEMENTS + live),
-        update=4 * own * (1 - on_host),
+        update=4 * held_params * (1 - on_host),
     )

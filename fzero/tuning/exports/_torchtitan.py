@@ -49,7 +49,7 @@ _SCHEDULES = {
 def torchtitan(run: PlannedRun) -> Export:
     """Write the functions `apply_plan`, and `planned` where torchtitan has the model."""
     parts = [_import_lines(run), _apply_plan(run)]
-    if _model_of(run):
+    if _known_model(run):
         parts.append(_config_function(run))
     # whole gradients are never held, since each micro-batch is summed over ranks
     peak = expected_bytes(run, fsdp2_states, replace(run.config, stage=2) if run.config.stage == 1 else None)
@@ -58,12 +58,12 @@ def torchtitan(run: PlannedRun) -> Export:
         system=_SYSTEM,
         filename="torchtitan_plan.py",
         body="\n\n".join(parts),
-        differences=_differences(run),
+        differences=_list_differences(run),
         peak=peak,
     )
 
 
-def _model_of(run: PlannedRun) -> _KnownModel | None:
+def _known_model(run: PlannedRun) -> _KnownModel | None:
     return _KNOWN.get(run.shape.name) if run.shape else None
 
 
@@ -73,7 +73,7 @@ def _checkpoint_class(run: PlannedRun) -> str:
 
 
 def _import_lines(run: PlannedRun) -> str:
-    policy, model = _checkpoint_class(run), _model_of(run)
+    policy, model = _checkpoint_class(run), _known_model(run)
     lines = ["from torchtitan.components.loss import ChunkedLossWrapper"]
     if policy:
         lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
@@ -134,7 +134,7 @@ _WHOLE_LOSS = (
 
 def _config_function(run: PlannedRun) -> str:
     """Write the function that `--config` names."""
-    model = _model_of(run)
+    model = _known_model(run)
     assert model is not None and run.shape is not None
     lines = [
         "def planned() -> Trainer.Config:",
@@ -154,7 +154,7 @@ def _dtype_name(run: PlannedRun) -> str:
     return "float32" if run.config.precision == "float32" else "bfloat16"
 
 
-def _differences(run: PlannedRun) -> tuple[str, ...]:
+def _list_differences(run: PlannedRun) -> tuple[str, ...]:
     """List what torchtitan does otherwise than the row says, or leaves to the user."""
     c = run.config
     rules = {}
@@ -167,7 +167,7 @@ def _differences(run: PlannedRun) -> tuple[str, ...]:
     if c.pp > 1 and c.schedule == "zb":
         rules["pp"] = "torch's InterleavedZeroBubble has two stages a rank, so a model needs as many more blocks"
     differences = []
-    if not _model_of(run):
+    if not _known_model(run):
         differences.append("torchtitan has no such model: call apply_plan on the configuration of yours.")
     if run.length:
         differences.append("A micro-batch is counted in tokens, and documents are packed into it.")

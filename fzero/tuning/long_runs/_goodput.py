@@ -94,17 +94,17 @@ class Goodput(FigureReport):
         return max(1.0 - sum(self.losses.values()), 0.0)
 
     def __str__(self) -> str:
-        lost = ", ".join([f"{name} {x:.1%}" for name, x in self.losses.items() if x >= 0.0005])
+        losses_text = ", ".join([f"{name} {x:.1%}" for name, x in self.losses.items() if x >= 0.0005])
         low, _, high = self.share
         saves = f"a save every {_format_duration(self.save_every_seconds)}"
         return (
             f"goodput {self.mean:.1%} on average (quartiles {low:.1%} to {high:.1%}) over {self.days:g} days "
             f"on {self.devices:,} devices, with {self.failures:,.0f} failures and {saves} "
             f"(by Daly's formula {_format_duration(self.formula_seconds)}). "
-            f"Lost: {lost or 'nothing'}"
+            f"Lost: {losses_text or 'nothing'}"
         )
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         figure = new_figure(7, 4)
         axes = figure.subplots()
         minutes = [every / 60 for every in self.by_interval]

@@ -62,17 +62,17 @@ class Reliability:
 
     def __post_init__(self) -> None:
         """Check that each field is a number of seconds that it can be."""
-        least = {"device_mtbf_seconds": 0.0, "slow_mtbf_seconds": 0.0, "slow_factor": 1.0}
+        minimums = {"device_mtbf_seconds": 0.0, "slow_mtbf_seconds": 0.0, "slow_factor": 1.0}
         for field_ in fields(self):
             if (name := field_.name) == "devices_lost":
                 continue
             value, above = getattr(self, name), name in ("device_mtbf_seconds", "slow_mtbf_seconds")
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-            if not is_number or value < least.get(name, 0.0) or (not value if above else value == math.inf):
+            if not is_number or value < minimums.get(name, 0.0) or (not value if above else value == math.inf):
                 unit = "a factor" if name == "slow_factor" else "a number of seconds"
                 raise ValueError(
                     f"Reliability: {name}={value!r}: expected {unit} "
-                    f"{'above 0' if above else f'of at least {least.get(name, 0.0):g}'}"
+                    f"{'above 0' if above else f'of at least {minimums.get(name, 0.0):g}'}"
                 )
         check_int("devices_lost", self.devices_lost)
 
@@ -192,15 +192,15 @@ class SimulatedRun:
             self.seconds[down] += time - self.now
             self.now = time
         while self.now < time:
-            left = time - self.now
+            remaining = time - self.now
             if self.save_seconds_left is not None:
-                self._go_on_saving(min(left, self.save_seconds_left))
-            elif not self.unsaved_work_seconds and (count := int(left // self._cycle)):
+                self._go_on_saving(min(remaining, self.save_seconds_left))
+            elif not self.unsaved_work_seconds and (count := int(remaining // self._cycle)):
                 self._pass_cycles(count)
             else:
                 until = (self.save_every_seconds - self.unsaved_work_seconds) / self._speed
-                self._step(min(left, until))
-                if until <= left:
+                self._step(min(remaining, until))
+                if until <= remaining:
                     self.save_seconds_left, self.unsaved_work_seconds = self.reliability.save_seconds, 0.0
             if time - self.now < 1e-9 * time:  # a rounding error
                 self.now = time
@@ -275,9 +275,9 @@ class SimulatedRun:
 
     def _stop(self, committed: float) -> None:
         """Stop all devices, and return to a state."""
-        lost = self.work_seconds - committed
-        self.seconds[_USEFUL] -= lost
-        self.seconds["lost steps"] += lost
+        lost_seconds = self.work_seconds - committed
+        self.seconds[_USEFUL] -= lost_seconds
+        self.seconds["lost steps"] += lost_seconds
         self.work_seconds = self.committed_work_seconds = committed
         self.save_seconds_left, self.unsaved_work_seconds, self.saves = None, 0.0, []
         self.restarts += 1

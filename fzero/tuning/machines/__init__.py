@@ -3,7 +3,7 @@
 from fzero.tuning.machines._cache_folder import cache_folder, write_atomically
 from fzero.tuning.machines._calibrate import calibrate
 from fzero.tuning.machines._machine import Constant, Machine
-from fzero.tuning.machines._named_machines import A100, A100_80GB, CPU, H100, H200, MACHINES, machine_of, save
+from fzero.tuning.machines._named_machines import A100, A100_80GB, CPU, H100, H200, MACHINES, find_machine, save
 
 __all__ = [
     "A100",
@@ -16,7 +16,7 @@ __all__ = [
     "Machine",
     "cache_folder",
     "calibrate",
-    "machine_of",
+    "find_machine",
     "save",
     "write_atomically",
 ]

@@ -78,13 +78,13 @@ def calibrate(seconds: float = 5.0) -> Machine:
     devices = max(torch.accelerator.device_count(), 1)
     local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     measure_seconds = seconds / 8
-    speeds = {dtype: _slowest_of_ranks(product_speed(dtype, device, measure_seconds)) for dtype in _DTYPES}
-    small = {dtype: -_slowest_of_ranks(-small_seconds(dtype, device, measure_seconds / 2)) for dtype in _DTYPES}
+    speeds = {dtype: _slowest_rank_speed(product_speed(dtype, device, measure_seconds)) for dtype in _DTYPES}
+    small = {dtype: -_slowest_rank_speed(-small_seconds(dtype, device, measure_seconds / 2)) for dtype in _DTYPES}
     float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
     constants = {
         "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
         "float32_slowdown": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
-        "memory_bandwidth": (copy := _slowest_of_ranks(copy_speed(device, measure_seconds)), "measured: a copy"),
+        "memory_bandwidth": (copy := _slowest_rank_speed(copy_speed(device, measure_seconds)), "measured: a copy"),
         "launch_seconds": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
@@ -98,7 +98,7 @@ def _is_launched() -> bool:
     return dist.is_available() and (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) > 1)
 
 
-def _slowest_of_ranks(speed: float) -> float:
+def _slowest_rank_speed(speed: float) -> float:
     """Return the smallest value of all ranks, so that all ranks agree."""
     if not (dist.is_available() and dist.is_initialized()):
         return speed
@@ -115,8 +115,8 @@ def _measure_host(
         link = (copy, "measured: a copy within host memory")
         host = (copy * local_ranks, "measured: a copy, by all ranks of this machine")
         return {"host_link_bandwidth": link, "host_memory_bandwidth": host}
-    share = _slowest_of_ranks(copy_speed(torch.device("cpu"), measure_seconds)) * local_ranks
-    link = _slowest_of_ranks(bytes_to_host(device, measure_seconds))
+    share = _slowest_rank_speed(copy_speed(torch.device("cpu"), measure_seconds)) * local_ranks
+    link = _slowest_rank_speed(bytes_to_host(device, measure_seconds))
     return {
         "host_link_bandwidth": (link, "measured: pinned memory, the slower direction"),
         "host_memory_bandwidth": (share, "measured: a copy on the host, by all ranks of this machine"),
@@ -161,24 +161,24 @@ def _measure_group(group: Any, first: int, stride: int, ranks: int, device: torc
     hop = 0.0
     if dist.get_rank() in (first, first + stride):
         hop = measure_message_seconds(first, first + stride, device, _TIMED_ROUNDS)
-    small, large = (gather_seconds(n, group, device, _TIMED_ROUNDS) for n in (1, numel))
-    hop, small, large = (-_slowest_of_ranks(-x) for x in (hop, small, large))
-    return _fit_links(hop, small, large, 4 * numel * ranks, ranks)
+    small_seconds, large_seconds = (gather_seconds(n, group, device, _TIMED_ROUNDS) for n in (1, numel))
+    hop, small_seconds, large_seconds = (-_slowest_rank_speed(-x) for x in (hop, small_seconds, large_seconds))
+    return _fit_links(hop, small_seconds, large_seconds, 4 * numel * ranks, ranks)
 
 
-def _fit_links(hop: float, small: float, large: float, total: int, ranks: int) -> _Links:
+def _fit_links(hop: float, small_seconds: float, large_seconds: float, total: int, ranks: int) -> _Links:
     """Fit the constants of the cost model to the times of three messages.
 
     Args:
         hop: seconds of a message of a few bytes.
-        small: seconds of an all_gather of a few bytes.
-        large: seconds of a large all_gather.
+        small_seconds: seconds of an all_gather of a few bytes.
+        large_seconds: seconds of a large all_gather.
         total: bytes of the large all_gather, over all ranks.
         ranks: the number of ranks in the group.
     """
-    hop = min(hop, 0.9 * small / (ranks - 1))  # so that the latency stays above 0
-    speed = total * (ranks - 1) / ranks / max(large - small, 0.1 * large)
-    return _Links(speed, small - (ranks - 1) * hop, hop, ranks)
+    hop = min(hop, 0.9 * small_seconds / (ranks - 1))  # so that the latency stays above 0
+    speed = total * (ranks - 1) / ranks / max(large_seconds - small_seconds, 0.1 * large_seconds)
+    return _Links(speed, small_seconds - (ranks - 1) * hop, hop, ranks)
 
 
 def _make_machine(device: torch.device, constants: dict[str, tuple[float, str]]) -> Machine:

@@ -127,8 +127,8 @@ class Machine:
             object.__setattr__(self, name, tuple([tuple(x) for x in getattr(self, name)]))
         for axis, speed in self.axis_bandwidths:
             if not isinstance(axis, str) or not _is_speed(speed):
-                given = f"axis_bandwidths={dict(self.axis_bandwidths)!r}"
-                raise ValueError(f"Machine: {given}: expected bytes a second by the name of an axis")
+                argument_text = f"axis_bandwidths={dict(self.axis_bandwidths)!r}"
+                raise ValueError(f"Machine: {argument_text}: expected bytes a second by the name of an axis")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OPTIONAL and value == 0:

@@ -11,7 +11,7 @@ from fzero._arguments import did_you_mean
 from fzero.tuning.machines._cache_folder import cache_folder, write_atomically
 from fzero.tuning.machines._machine import Machine
 
-__all__ = ["A100", "A100_80GB", "CPU", "H100", "H200", "MACHINES", "machine_of", "save"]
+__all__ = ["A100", "A100_80GB", "CPU", "H100", "H200", "MACHINES", "find_machine", "save"]
 
 
 _NCCL = "NCCL's own model, src/graph/tuning.cc"
@@ -121,7 +121,7 @@ CPU = _make_machine(
 MACHINES = {"a100": A100, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "cpu": CPU}
 
 
-def machine_of(machine: Any) -> Machine:
+def find_machine(machine: Any) -> Machine:
     """Return the machine of a name. A `Machine` is returned as it is; "calibrated" is the one in the cache folder.
 
     Raises:

@@ -67,9 +67,9 @@ def bytes_to_host(device: torch.device, measure_seconds: float) -> float:
     """Return the bytes a second between a GPU and pinned memory of its host, in the slower direction."""
     host = torch.empty(64 << 18, pin_memory=True, device="cpu")
     on_device = torch.empty_like(host, device=device)
-    up = _median_seconds(lambda: on_device.copy_(host), device, measure_seconds / 2)
-    down = _median_seconds(lambda: host.copy_(on_device), device, measure_seconds / 2)
-    return 4 * host.numel() / max(up, down)
+    to_device_seconds = _median_seconds(lambda: on_device.copy_(host), device, measure_seconds / 2)
+    to_host_seconds = _median_seconds(lambda: host.copy_(on_device), device, measure_seconds / 2)
+    return 4 * host.numel() / max(to_device_seconds, to_host_seconds)
 
 
 def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> float:
@@ -79,7 +79,7 @@ def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> 
     def gather() -> torch.Tensor:  # as in a jitted step
         return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, ranks, group.group_name))
 
-    return _median_of_rounds(gather, device, times)
+    return _median_round(gather, device, times)
 
 
 def measure_message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
@@ -94,10 +94,10 @@ def measure_message_seconds(first: int, second: int, device: torch.device, times
             dist.recv(x, first)
             dist.send(x, first)
 
-    return _median_of_rounds(both_ways, device, times) / 2
+    return _median_round(both_ways, device, times) / 2
 
 
-def _median_of_rounds(f: Callable[[], Any], device: torch.device, times: int) -> float:
+def _median_round(f: Callable[[], Any], device: torch.device, times: int) -> float:
     """Return the median seconds of a collective call. Each rank makes the same number of calls."""
     seconds = []
     for i in range(times + 2):

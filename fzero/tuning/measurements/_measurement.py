@@ -123,7 +123,7 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
     before = last.measurement.before_bytes
     outside = 0 if before is None else before - plan.argument_bytes
     workspace = min(max(outside, 0), plan.workspace_bytes)  # the rest of it is taken in this step
-    outside, more = outside - workspace, added - plan.added_bytes - (plan.workspace_bytes - workspace)
+    outside, extra_bytes = outside - workspace, added - plan.added_bytes - (plan.workspace_bytes - workspace)
     if outside > tolerance:
         hints.append(
             Hint(
@@ -132,11 +132,11 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
                 "second copy of the parameters, batches fetched ahead, or a model that was not donated to init",
             )
         )
-    if more > tolerance:
+    if extra_bytes > tolerance:
         hints.append(
             Hint(
                 "workspaces",
-                f"{prefix}: the step itself adds {format_bytes(more)} more than planned: workspaces of "
+                f"{prefix}: the step itself adds {format_bytes(extra_bytes)} more than planned: workspaces of "
                 "kernels, or layouts that a compiler chose; docs/plan.md#how-true-it-is lists them",
             )
         )
@@ -159,11 +159,11 @@ def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint
     hints = []
     if reserved is not None and peak is not None and reserved - peak > max(_RESERVED_TOLERANCE * peak, _MIN_BYTES):
         plan = last.plan
-        over = "above its use" if plan is None else f"{reserved / plan.peak_bytes - 1:.0%} above plan"
+        excess_text = "above its use" if plan is None else f"{reserved / plan.peak_bytes - 1:.0%} above plan"
         hints.append(
             Hint(
                 "fragmentation",
-                f"the allocator holds {format_bytes(reserved)}, {over}, of which "
+                f"the allocator holds {format_bytes(reserved)}, {excess_text}, of which "
                 f"{format_bytes(reserved - peak)} were never used at once{_planned_reserve(plan)}; set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.accelerator.empty_cache() after init",
             )

@@ -8,7 +8,7 @@ import torch
 
 from fzero import _torch
 
-__all__ = ["Measurement", "Meter", "meter_of"]
+__all__ = ["Measurement", "Meter", "make_meter"]
 
 
 class Measurement(NamedTuple):
@@ -99,7 +99,7 @@ class _DeviceMeter(Meter):
         return out, measurement
 
 
-def meter_of(tensors: list[torch.Tensor]) -> Meter:
+def make_meter(tensors: list[torch.Tensor]) -> Meter:
     """Return a meter for the device that tensors lie on."""
     device = next((x.device for x in tensors if _torch.is_accelerator(x.device)), None)
     return Meter() if device is None else _DeviceMeter(device)

@@ -9,10 +9,10 @@ from fzero._tracebacks import api_boundary
 from fzero.graph import Jitted, Plan
 from fzero.observe import Rows
 from fzero.ranks import is_leader
-from fzero.tuning.machines import Machine, machine_of
+from fzero.tuning.machines import Machine, find_machine
 from fzero.tuning.measurements._hint import Hint, straggler_hints
 from fzero.tuning.measurements._measurement import StepMeasurement, find_hints
-from fzero.tuning.measurements._meter import Meter, meter_of
+from fzero.tuning.measurements._meter import Meter, make_meter
 
 __all__ = ["WatchedStep", "watch"]
 
@@ -79,7 +79,7 @@ def watch(
         writers=writers,
         every=every,
         first=first,
-        machine=None if machine is None else machine_of(machine),
+        machine=None if machine is None else find_machine(machine),
         print_fn=print_fn,
     )
 
@@ -143,7 +143,7 @@ class WatchedStep:
         if self._due_count and self._pending[self._due_count - 1].measurement.is_over():
             self._write(self._due_count)
         if self._meter is None:
-            self._meter = meter_of(tree.tensors((args, kwargs)))
+            self._meter = make_meter(tree.tensors((args, kwargs)))
         traces, is_due = self.step.traces, self._calls % self._every == 0
         memory = traces > 0 and (is_due or self._has_compiled)
         # with several plans, choose the one of these arguments

@@ -52,8 +52,8 @@ def compute_bounds(shape: ModelShape, length: int, config: Configuration, hardwa
     """
     shape = shape.pad_vocab(config.tp)
     tokens = (length // shape.patch) ** 2 + 1 if shape.task == "image" else length
-    each = _StepBounds(shape, tokens, config, hardware._replace(axes=tuple(config.axes.items())))
-    return Bounds(each.seconds(), each.state_bytes() + each.activation_bytes())
+    bounds = _StepBounds(shape, tokens, config, hardware._replace(axes=tuple(config.axes.items())))
+    return Bounds(bounds.seconds(), bounds.state_bytes() + bounds.activation_bytes())
 
 
 class _StepBounds(NamedTuple):
@@ -102,8 +102,8 @@ class _StepBounds(NamedTuple):
 
     def block(self) -> _BlockSeconds:
         """Return the least seconds of a block."""
-        used = self.shape.experts[1] or 1  # each token has rows at so many experts
-        rows = [self.tokens_per_rank] * 4 + [self.tokens_per_rank * used] * (len(self.widths()) - 4)
+        experts_per_token = self.shape.experts[1] or 1  # each token has rows at so many experts
+        rows = [self.tokens_per_rank] * 4 + [self.tokens_per_rank * experts_per_token] * (len(self.widths()) - 4)
         sizes = [(m, k, n) for m, (k, n) in zip(rows, self.widths(), strict=True)]
         forward = [self.product(m, k, n) for m, k, n in sizes]
         inputs = sum([self.product(m, n, k) for m, k, n in sizes])
@@ -154,8 +154,10 @@ class _StepBounds(NamedTuple):
             splits = NAMES[config.schedule].splits_backward
             bubble = forward + (0.0 if splits else backward - weights)
             # a rank has the most blocks, and the last rank has the head
-            most = math.ceil((config.depth or self.shape.depth) / config.pp) * (block.forward + block.backward)
-            busiest = max(most, forward + backward + head_forward + head_backward)
+            max_stage_seconds = math.ceil((config.depth or self.shape.depth) / config.pp) * (
+                block.forward + block.backward
+            )
+            busiest = max(max_stage_seconds, forward + backward + head_forward + head_backward)
             chain = k * busiest + (config.pp - 1) * bubble / config.pipeline_stages
             return max(chain + end, reduce_seconds + gather_seconds)
         chain = k * (forward + backward + head_forward + head_backward)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fzero.tuning.models._model_names import ModelShape
 
-__all__ = ["PRESETS", "shape_of"]
+__all__ = ["PRESETS", "model_shape"]
 
 
 _LLAMA: dict[str, Any] = {"gated": True, "norm": "rms", "biases": ""}
@@ -46,7 +46,7 @@ PRESETS = {
 }
 
 
-def shape_of(model: str) -> ModelShape:
+def model_shape(model: str) -> ModelShape:
     """Return the sizes of a model: a preset by its name, or a Hugging Face configuration by its file or folder.
 
     Raises:

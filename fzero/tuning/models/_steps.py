@@ -19,7 +19,7 @@ from fzero.tuning.machines import Machine
 from fzero.tuning.models._bounds import Bounds, compute_bounds
 from fzero.tuning.models._forward_pass import ForwardOptions, apply_single_block, compute_loss, embed, head_loss
 from fzero.tuning.models._model_names import TENSOR, ModelShape, init, make_batch
-from fzero.tuning.models._presets import shape_of
+from fzero.tuning.models._presets import model_shape
 from fzero.zero import shard
 
 __all__ = ["ModelStep", "model_step"]
@@ -55,7 +55,7 @@ def model_step(model: str, *, length: int, explicit: bool = False) -> "ModelStep
         >>> fzero.tree.numel(params)
         124439808
     """
-    shape = shape_of(model)
+    shape = model_shape(model)
     check_int("length", length)
     if shape.task == "image" and (length // shape.patch) ** 2 + 1 != shape.positions:
         raise ValueError(
@@ -137,7 +137,7 @@ class ModelStep:
         policy = config.policy
         if config.pp > 1:
             return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
-        run = partial(_forms_of_block, config.remat)
+        run = partial(_block_variants, config.remat)
         loss_fn = partial(compute_loss, shape, self._options(config), run)
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
@@ -227,7 +227,7 @@ def _weight_decay_mask(config: Configuration) -> Callable[..., Any]:
     return partial(tree.map_with_path, is_matrix)
 
 
-def _forms_of_block(setting: bool | str, block: Callable[..., Any]) -> list[Callable[..., Any]]:
+def _block_variants(setting: bool | str, block: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Return the variants of a block that a model uses in turn, in a configuration's remat."""
     if setting is False:
         return [block]

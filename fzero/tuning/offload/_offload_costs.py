@@ -65,10 +65,10 @@ class OffloadCosts(FigureReport):
     def first_fit(self) -> float | None:
         """The smallest ratio, in steps of `1 / parts`, at which the step fits the device; None if there is none."""
         none, all_ = self.work.device_bytes
-        over = none - self.machine.device_bytes
-        if over <= 0:
+        excess_bytes = none - self.machine.device_bytes
+        if excess_bytes <= 0:
             return 0.0
-        k = math.ceil(round(self.parts * over / (none - all_), 9)) if none > all_ else self.parts + 1
+        k = math.ceil(round(self.parts * excess_bytes / (none - all_), 9)) if none > all_ else self.parts + 1
         return k / self.parts if k <= self.parts else None
 
     def seconds(self, ratio: float, update: str = "host", schedule: str = "after") -> float:
@@ -124,10 +124,10 @@ class OffloadCosts(FigureReport):
                 2 * work.state_bytes / (machine.host_copy_bandwidth / machine.ranks),
             )
             return ratio * seconds * (1 + 2 / work.units)
-        read = work.update_bytes + (_WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
+        read_bytes = work.update_bytes + (_WIDENING_BYTES * work.elements if update == "deepspeed" else 0)
         parts = (
             work.down_bytes / machine.host_link_bandwidth,
-            read / (machine.host_memory_bandwidth / machine.ranks),
+            read_bytes / (machine.host_memory_bandwidth / machine.ranks),
             work.up_bytes / machine.host_link_bandwidth,
         )
         return ratio * (max(parts) + (sum(parts) - max(parts)) / work.units)
@@ -173,8 +173,8 @@ class OffloadCosts(FigureReport):
         rows += [(f"{name}, {s}", [format_seconds(self.seconds(r, name, s)) for r in ratios]) for name, s in _ROWS]
         rows += [("device", [format_bytes(self.device_bytes(r)) for r in ratios])]
         rows += [("host, for a rank", [format_bytes(self.host_bytes(r)) for r in ratios])]
-        wide = max([len(cell) for _, cells in rows for cell in cells])
-        table = [f"{name:<18}" + "".join([f"  {cell:>{wide}}" for cell in cells]) for name, cells in rows]
+        width = max([len(cell) for _, cells in rows for cell in cells])
+        table = [f"{name:<18}" + "".join([f"  {cell:>{width}}" for cell in cells]) for name, cells in rows]
         return "\n".join([str(self.work), str(self.machine), *self._answer(), *table])
 
     def _answer(self) -> list[str]:
@@ -190,7 +190,7 @@ class OffloadCosts(FigureReport):
 
     _caption = "seconds of a step by ratio"
 
-    def _figure(self) -> Any:
+    def _draw_figure(self) -> Any:
         """Draw the seconds of a step against the ratio, with the ratios that do not fit in grey."""
         figure = new_figure(9, 4.5)
         axes: Any = figure.subplots()

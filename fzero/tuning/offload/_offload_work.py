@@ -179,8 +179,10 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
     """
     none, all_ = (plan_at(make_step, ratio, world_size) for ratio in (0, 1))
     state = _host_argument_bytes(all_) - _host_argument_bytes(none)
-    down, up = (_transfer_bytes(all_, kind) - _transfer_bytes(none, kind) for kind in ("to_host", "to_device"))
-    if min(state, down, up) <= 0:
+    to_host_bytes, to_device_bytes = (
+        _transfer_bytes(all_, kind) - _transfer_bytes(none, kind) for kind in ("to_host", "to_device")
+    )
+    if min(state, to_host_bytes, to_device_bytes) <= 0:
         raise ValueError(
             "make_step: its plan at ratio 1 holds no more state on the host than the plan at ratio 0: does it pass its "
             "argument to optim.offload, around an optimizer that has a state?"
@@ -199,8 +201,8 @@ def planned_work(make_step: MakeStep, world_size: World = None) -> OffloadWork:
         device_bytes=(none.peak_bytes, all_.peak_bytes),
         host_bytes=(none.peak_of("host"), all_.peak_of("host")),
         state_bytes=state,
-        down_bytes=down,
-        up_bytes=up,
+        down_bytes=to_host_bytes,
+        up_bytes=to_device_bytes,
         units=max(_transfer_bytes(all_, "to_device") / largest, 1),
     )
 

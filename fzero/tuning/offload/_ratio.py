@@ -60,13 +60,13 @@ class OffloadRatio(Report):
         """Return a table of the ratios that were tried, with their bytes, and which of them fit."""
         rows = [["ratio", "device", "host", "down", "up", ""]]
         for t in self.tried:
-            over = t.device_bytes - self.memory_budget
+            excess_bytes = t.device_bytes - self.memory_budget
             remark = "smallest that fits" if t.ratio == self.ratio else "fits"
-            if over > 0:
-                remark = f"{format_bytes(over)} too much"
+            if excess_bytes > 0:
+                remark = f"{format_bytes(excess_bytes)} too much"
             rows.append([f"{t.ratio:g}", *[format_bytes(n) for n in t[1:]], remark])
-        wide = [max([len(row[i]) for row in rows]) for i in range(5)]
-        lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, wide, strict=False)]) + row[5] for row in rows]
+        widths = [max([len(row[i]) for row in rows]) for i in range(5)]
+        lines = ["".join([f"{cell:>{w}}  " for cell, w in zip(row, widths, strict=False)]) + row[5] for row in rows]
         head = f"ratio {self.ratio:g} fits {format_bytes(self.memory_budget)} of the device"
         return "\n".join([head, *[line.rstrip() for line in lines]])
 
@@ -175,9 +175,15 @@ def _first_fit(peak: Callable[[int], int], budget: float, parts: int) -> int | N
 
 
 def _summarize_trial(ratio: float, plan: Plan) -> RatioTrial:
-    down, up = (sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device"))
+    to_host_bytes, to_device_bytes = (
+        sum([t.bytes * t.times for t in plan.transfers if t.kind == kind]) for kind in ("to_host", "to_device")
+    )
     return RatioTrial(
-        ratio=ratio, device_bytes=plan.peak_of("device"), host_bytes=plan.peak_of("host"), down_bytes=down, up_bytes=up
+        ratio=ratio,
+        device_bytes=plan.peak_of("device"),
+        host_bytes=plan.peak_of("host"),
+        down_bytes=to_host_bytes,
+        up_bytes=to_device_bytes,
     )
 
 

@@ -79,7 +79,9 @@ class ConfigurationPlanner:
             _check_mesh(step_args, config)
             hardware = self.machine.as_hardware()._replace(fuses=config.compiled)
             positions = {rank: {"pp": rank} if config.pp > 1 else 0 for rank in ranks or _find_fullest_ranks(config)}
-            return {rank: step_on(step_args, config.world, hardware, at) for rank, at in positions.items()}
+            return {
+                rank: step_on(step_args, config.world, hardware, coordinates) for rank, coordinates in positions.items()
+            }
 
 
 @dataclass

@@ -32,10 +32,10 @@ def choose_depths(config: Configuration, alike: bool = False) -> tuple[int, ...]
     if config.depth is None:
         return ()
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
-    each, rest = divmod(config.depth, stages)
+    blocks_per_stage, rest = divmod(config.depth, stages)
     uniform = _DEPTHS_OF_STAGE if config.pp > 1 else _DEPTHS_IF_UNIFORM
-    blocks = uniform if alike and config.remat != EVERY_SECOND else _DEPTHS_BY_PARITY[each % 2]
-    fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= each]
+    blocks = uniform if alike and config.remat != EVERY_SECOND else _DEPTHS_BY_PARITY[blocks_per_stage % 2]
+    fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= blocks_per_stage]
     return tuple([n * stages + rest for n in fewer]) if len(fewer) >= 3 else ()
 
 
@@ -47,10 +47,10 @@ def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary],
         deep: a larger number of blocks, and its summary.
         depth: the number of blocks to extrapolate to.
     """
-    (few, low), (more, high) = shallow, deep
+    (few_blocks, low), (many_blocks, high) = shallow, deep
 
     def at(a: float, b: float) -> float:
-        return a + (b - a) * (depth - few) / (more - few)
+        return a + (b - a) * (depth - few_blocks) / (many_blocks - few_blocks)
 
     def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
         return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
@@ -93,16 +93,16 @@ def extrapolate_line(summaries: Mapping[int, PlanSummary], depth: int) -> PlanSu
     Returns:
         The summary; None if the numbers of the middle model do not lie on the line.
     """
-    (few, low), (middle, mid), (more, high) = summaries.items()
+    (few_blocks, low), (middle_blocks, mid), (many_blocks, high) = summaries.items()
     keys = {*low.device_bytes} & {*mid.device_bytes} & {*high.device_bytes}
     if not (mid.settings == low.settings == high.settings) or not all(_peak_is_at(keys, x) for x in summaries.values()):
         return None
-    line = extrapolate((few, low), (more, high), middle)
+    line = extrapolate((few_blocks, low), (many_blocks, high), middle_blocks)
     if not all(_are_near(a, b) for a, b in _compared_numbers(line, mid)):
         return None
     slack = _TOLERANCE * _total_bytes(mid.at_peak)
     off = {key for key in keys if _largest_gap(line.device_bytes[key], mid.device_bytes[key]) > slack}
-    result = extrapolate((few, low), (more, high), depth)
+    result = extrapolate((few_blocks, low), (many_blocks, high), depth)
     device_bytes = {key: result.device_bytes[key] for key in keys - off}
     peak = max([_total_bytes(by_kind) for by_kind in device_bytes.values()], default=0.0)
     certain = {key for key in off if not isinstance(key[-1], int)}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph
 
 from fzero.graph._pass_manager import PASSES
-from fzero.graph.ir import is_collective, stand_ins_of
+from fzero.graph.ir import is_collective, node_stand_ins
 from fzero.graph.ir._collective_sizes import collective_kind
 from fzero.graph.passes import (
     bucket,
@@ -98,10 +98,10 @@ def members(graph: Graph) -> list[tuple[Any, ...]]:
     for n in graph.nodes:
         if is_collective(n):
             units = n.meta["unit"].split(" + ")
-            assert len(units) == len(stand_ins_of(n))
+            assert len(units) == len(node_stand_ins(n))
             results += [
                 (collective_kind(n), unit, tuple(x.shape), x.dtype, n.args[1:])
-                for unit, x in zip(units, stand_ins_of(n), strict=True)
+                for unit, x in zip(units, node_stand_ins(n), strict=True)
             ]
     return results
 

@@ -14,7 +14,7 @@ from fzero.graph import _candidates
 from fzero.graph._pass_manager import PassContext, PassManager, PassSettings
 from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.ir import copy_graph, graph_results, is_carried, is_collective, is_input, is_reduce_collective, is_wait
-from fzero.graph.loop._loop import Loop, loop_of
+from fzero.graph.loop._loop import Loop, node_loop
 from fzero.graph.passes import _carry
 from fzero.graph.planning import _clocks, _hardware
 from fzero.graph.planning._live_ranges import (
@@ -44,7 +44,7 @@ def entry(stage: int, vocab: int = 37, world: Any = (("dp", 2),), micro_batches:
 
 
 def loops(graph: Any) -> list[Loop]:
-    return [loop for n in graph.nodes if (loop := loop_of(n))]
+    return [loop for n in graph.nodes if (loop := node_loop(n))]
 
 
 def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
@@ -161,8 +161,8 @@ def read_before(body: Any, chain: Any) -> Any:
 @pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
 def test_a_reduced_gradient_with_another_reader_is_not_carried(change):
     graph = scheduled(entry(2).traced.graph, 1, across_iterations=False)
-    (node,) = [n for n in graph.nodes if loop_of(n)]
-    loop: Any = loop_of(node)
+    (node,) = [n for n in graph.nodes if node_loop(n)]
+    loop: Any = node_loop(node)
     *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
     (chain,) = _carry._list_chains(start, loop.body, loop)
     assert [loop.carried_count for loop in loops(_carry.carry(graph, 1))] == [1]

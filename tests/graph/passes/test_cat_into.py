@@ -8,7 +8,7 @@ from torch.fx import Graph
 
 import fzero
 from fzero.graph.ir import aten, write_part
-from fzero.graph.ir._ops import name_of
+from fzero.graph.ir._ops import op_name
 from fzero.graph.passes import cat_into, schedule
 from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.planning._subgraphs import split_into_subgraphs
@@ -73,7 +73,7 @@ def test_writing_parts_into_one_result_keeps_results_bit_for_bit(data, parts, di
     writes = [n for n in written.nodes if n.target is write_part]
     is_written = change in WRITTEN and not (fuses and change == "pointwise")
     assert len(writes) == (parts if is_written else 0)
-    assert any(name_of(n) == "cat" for n in written.nodes) != is_written
+    assert any(op_name(n) == "cat" for n in written.nodes) != is_written
 
 
 def test_parts_are_concatenated_where_memory_is_fuller_before():

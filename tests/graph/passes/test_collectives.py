@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero._torch import c10d
-from fzero.graph.ir import is_collective, parameter_gathers, sort_graph, stand_ins_of
+from fzero.graph.ir import is_collective, node_stand_ins, parameter_gathers, sort_graph
 from fzero.graph.ir._collective_sizes import full_bytes
 from fzero.graph.passes import bucket, donate, regather, schedule
 from tests.graph import graphs
@@ -45,7 +45,7 @@ def test_a_bucket_holds_whole_units_of_one_group_and_no_more_than_its_size(make,
     for n in bucketed.nodes:
         if is_collective(n) and "coalesced" in str(n.target):
             assert full_bytes(n) <= size
-            assert len({x.dtype for x in stand_ins_of(n)}) == 1
+            assert len({x.dtype for x in node_stand_ins(n)}) == 1
             for m in members(graph):
                 assert m[1] not in n.meta["unit"].split(" + ") or m[4] == n.args[1:]
     if not size:

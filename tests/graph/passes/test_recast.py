@@ -16,7 +16,7 @@ import fzero
 from fzero import optim, tree
 from fzero.graph._candidates import PEAK_TOLERANCE, ScheduleOptions, candidates
 from fzero.graph._pass_manager import PassContext
-from fzero.graph.ir import LATE, stand_ins_of
+from fzero.graph.ir import LATE, node_stand_ins
 from fzero.graph.passes import recast, schedule
 from fzero.graph.passes.scheduling._node_roles import node_roles
 from fzero.graph.planning._live_ranges import live_ranges
@@ -54,7 +54,7 @@ def scale_of(b: Builder) -> Any:
 def wide_alive(graph: Graph, scaled: bool) -> int:
     """Return how many casts to float32, or what they are scaled to, are alive at most at a time."""
     nodes, last = list(graph.nodes), aten.div.Tensor if scaled else aten._to_copy.default
-    at = [i for i, n in enumerate(nodes) if n.target is last and stand_ins_of(n)[0].dtype == torch.float32]
+    at = [i for i, n in enumerate(nodes) if n.target is last and node_stand_ins(n)[0].dtype == torch.float32]
     results = [r for r in live_ranges(graph) if r.start in at]
     return max(sum(r.start <= i <= r.stop for r in results) for i in range(len(nodes)))
 

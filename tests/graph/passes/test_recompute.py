@@ -8,7 +8,7 @@ from hypothesis import given
 
 from fzero import _torch
 from fzero.graph.ir import is_cheap
-from fzero.graph.ir._ops import is_random, name_of
+from fzero.graph.ir._ops import is_random, op_name
 from fzero.graph.passes import recompute, schedule
 from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.trace._trace import trace
@@ -45,9 +45,9 @@ def test_recompute_repeats_activation_functions_and_no_costly_or_random_operatio
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(6)]
     graph = trace(mlp_step, _torch.stand_ins_like(sizes), labels).graph
     again = recompute(graph)
-    before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
+    before, after = (Counter(op_name(n) for n in g.nodes) for g in (graph, again))
     assert after["gelu"] > before["gelu"] == 6
-    for name in ("mm", *{name_of(n) for n in graph.nodes if is_random(n)}):
+    for name in ("mm", *{op_name(n) for n in graph.nodes if is_random(n)}):
         assert after[name] == before[name] > 0
     assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))
     assert lines(recompute(graph, 1 << 20)) == lines(graph)
@@ -72,7 +72,7 @@ def test_recompute_keeps_no_value_alive_only_to_repeat_a_gradient():
     labels = [{"label": str(i), "kind": "parameters", "block": ""} for i in range(len(sizes))]
     graph = trace(residual_step, _torch.stand_ins_like(sizes), labels).graph
     again = recompute(graph)
-    before, after = (Counter(name_of(n) for n in g.nodes) for g in (graph, again))
+    before, after = (Counter(op_name(n) for n in g.nodes) for g in (graph, again))
     assert after["gelu"] > before["gelu"] and after["native_layer_norm"] > before["native_layer_norm"]
     assert after["add"] == before["add"] > 6
     assert peak_bytes(schedule(again)) < peak_bytes(schedule(graph))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from fzero.graph.ir import nbytes, parameter_gathers, stand_ins_of, views_and_users
+from fzero.graph.ir import nbytes, node_stand_ins, parameter_gathers, views_and_users
 from fzero.graph.passes import regather
 from tests.graph.graphs import lines, samples
 from tests.graph.passes.helpers import REUSES, members
@@ -38,7 +38,7 @@ def events(graph: Graph) -> list[tuple[int, str, int]]:
         for w in g.users:
             users = views_and_users(w)[1]
             if all(u.op != "output" for u in users):
-                results += [(index[u], g.meta["unit"], sum(map(nbytes, stand_ins_of(w)))) for u in users]
+                results += [(index[u], g.meta["unit"], sum(map(nbytes, node_stand_ins(w)))) for u in users]
     return sorted(results)
 
 

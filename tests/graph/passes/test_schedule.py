@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.fx import Graph
 
-from fzero.graph._trace_agreement import _digest_of_order
-from fzero.graph.ir import is_collective, is_gather, is_reduce_collective, is_wait, parameter_gathers, start_of
+from fzero.graph._trace_agreement import _collective_order_digest
+from fzero.graph.ir import is_collective, is_gather, is_reduce_collective, is_wait, parameter_gathers, wait_start
 from fzero.graph.ir._collective_sizes import full_bytes
 from fzero.graph.ir._storages import storages
 from fzero.graph.passes import regather, schedule
@@ -54,7 +54,7 @@ def started_ahead(graph: Graph) -> int:
     for n in graph.nodes:
         ahead += is_gather(n) and flying > 0
         flying += is_gather(n)
-        flying -= is_wait(n) and is_gather(start_of(n))
+        flying -= is_wait(n) and is_gather(wait_start(n))
     return ahead
 
 
@@ -66,7 +66,7 @@ def test_the_next_gather_starts_where_few_bytes_are_alive():
     fitting = schedule(graph, 1, 0, peak_bytes(lean))
     assert peak_bytes(fitting) == peak_bytes(lean) < peak_bytes(eager)
     assert started_ahead(lean) == 0 < started_ahead(fitting) < started_ahead(eager)
-    orders = [_digest_of_order(x) for x in (lean, eager, schedule(graph, 1))]
+    orders = [_collective_order_digest(x) for x in (lean, eager, schedule(graph, 1))]
     assert orders[0] != orders[1] == orders[2]  # ranks do not take one for the other
     for extra in range(0, 1000, either(50, 10)):  # several ahead share the room
         limit = peak_bytes(lean) + extra

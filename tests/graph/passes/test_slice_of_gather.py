@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 import fzero
 from fzero import optim, tree
 from fzero.graph.ir import COPY, GATHER_INTO, aten, is_input
-from fzero.graph.ir._ops import name_of
+from fzero.graph.ir._ops import op_name
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
 from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from fzero.graph.planning._subgraphs import _is_own_part, split_into_subgraphs
@@ -77,7 +77,7 @@ def test_leaves_that_lie_side_by_side_are_updated_where_they_lie(change):
     (view,), (gather,) = views(after), [n for n in after.nodes if n.target is GATHER_INTO]
     written = gather.args[0]
     assert isinstance(written, Node) and written.target is COPY and written.args[0] is view
-    packs = [n for n in after.nodes if name_of(n) == "cat"]
+    packs = [n for n in after.nodes if op_name(n) == "cat"]
     assert len(packs) == (1 if change == "read" else 0)  # the half; the old part is not copied
     assert (view.args[2], view.args[1], view.args[3]) == ([1], [4], 0)
     totals = [sum(r.bytes for r in live_ranges(schedule(graph))) for graph in (before, after)]
@@ -108,7 +108,7 @@ def test_no_segment_reads_a_leaf_and_writes_the_part_of_it():
     """Inductor takes two arguments for separate, and may do the one before the other."""
     graph = slice_of_gather(step(metric=True), PLACES)
     nodes = list(graph.nodes)
-    read = next(n for n in nodes if name_of(n) == "mul" and n.args[0] is n.args[1])
+    read = next(n for n in nodes if op_name(n) == "mul" and n.args[0] is n.args[1])
     write = next(n for n in nodes if n.target is COPY)
     ordered = schedule(graph)
     home = {n.name: i for i, subgraph in enumerate(split_into_subgraphs(ordered.nodes)) for n in subgraph}

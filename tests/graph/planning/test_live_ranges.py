@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch.fx import Graph, Node
 
-from fzero.graph.ir import graph_results, is_input, nbytes, stand_ins_of
+from fzero.graph.ir import graph_results, is_input, nbytes, node_stand_ins
 from fzero.graph.ir._storages import storages
 from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import measure, samples
@@ -39,7 +39,9 @@ def test_arguments_are_alive_throughout(make, how):
 
 def distinct_results(graph: Graph) -> list[torch.Tensor]:
     return [
-        stand_ins_of(n)[0] for n in dict.fromkeys(graph_results(graph)) if isinstance(n, Node) and not is_view_of_any(n)
+        node_stand_ins(n)[0]
+        for n in dict.fromkeys(graph_results(graph))
+        if isinstance(n, Node) and not is_view_of_any(n)
     ]
 
 

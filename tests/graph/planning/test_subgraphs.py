@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import optim, tree
 from fzero.graph.ir import aten
-from fzero.graph.planning._subgraphs import parts_of_arguments, split_into_subgraphs
+from fzero.graph.planning._subgraphs import argument_parts, split_into_subgraphs
 from fzero.graph.run._program import make_program
 from fzero.graph.run._segment import Segment, make_segment
 from fzero.nn import linear_cross_entropy
@@ -266,5 +266,5 @@ def test_equal_parts_of_an_argument_are_arguments_of_segments():
         return [*[torch.tanh(x[i : i + 2]) for i in (0, 2, 4)], torch.sin(x[:5])]
 
     graph = make_fx(step, tracing_mode="fake")(torch.ones(6, 3)).graph
-    starts = sorted(n.args[2] for n in parts_of_arguments(graph) if n.meta["val"].shape[0] == 2)
-    assert starts == [0, 2, 4] and len(parts_of_arguments(graph)) == 3
+    starts = sorted(n.args[2] for n in argument_parts(graph) if n.meta["val"].shape[0] == 2)
+    assert starts == [0, 2, 4] and len(argument_parts(graph)) == 3

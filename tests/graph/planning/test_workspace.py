@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.graph.ir import COMPILED, nbytes, stand_ins_of
+from fzero.graph.ir import COMPILED, nbytes, node_stand_ins
 from fzero.graph.planning._workspaces import workspace_bytes
 from tests.memory import peak_bytes
 
@@ -43,7 +43,7 @@ def test_the_planned_workspace_is_the_one_that_the_allocator_holds(name):
     nodes = [n for n in make_fx(kernel)(x).graph.nodes if n.op == "call_function"]
     kernel(x)
     outputs = []
-    measured = peak_bytes(lambda: outputs.append(kernel(x))) - nbytes(*stand_ins_of(nodes[-1]))
+    measured = peak_bytes(lambda: outputs.append(kernel(x))) - nbytes(*node_stand_ins(nodes[-1]))
     assert abs(measured - sum(map(workspace_bytes, nodes))) < 1024, measured
 
 

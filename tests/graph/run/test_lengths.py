@@ -18,7 +18,7 @@ from fzero.graph._schedule_options import ScheduleOptions
 from fzero.graph.run import _lengths, _segment_compiler, _template
 from fzero.graph.run._lengths import Lengths, for_all_lengths
 from fzero.graph.run._segment import _graph_key
-from fzero.graph.run._segment_compiler import Code, name_of_code
+from fzero.graph.run._segment_compiler import Code, segment_name
 from tests.graph.helpers import needs_compiler
 from tests.graph.run.helpers import (
     STEPS,
@@ -65,14 +65,14 @@ def shapes(*sizes: Sequence[int]) -> Any:
 
 def test_a_call_whose_shapes_differ_in_one_size_has_a_length():
     cache = Lengths()
-    assert cache.length_of(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
-    assert cache.length_of(shapes((4, 64), (4, 64), (7,))) is None
-    assert cache.length_of(shapes((4, 72), (4, 72), (7,))) == 72 and cache.start == 64
-    assert cache.length_of(shapes((4, 72), (4, 64), (7,))) is None
-    assert cache.length_of(shapes((8, 64), (8, 64), (7,))) is None  # another size changes
-    assert cache.length_of(shapes((4, 80), (4, 96), (7,))) is None
-    assert cache.length_of(shapes((4, 80), (4, 80))) is None
-    assert cache.length_of(shapes((4, 80), (4, 80), (7,))) == 80
+    assert cache.call_length(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
+    assert cache.call_length(shapes((4, 64), (4, 64), (7,))) is None
+    assert cache.call_length(shapes((4, 72), (4, 72), (7,))) == 72 and cache.start == 64
+    assert cache.call_length(shapes((4, 72), (4, 64), (7,))) is None
+    assert cache.call_length(shapes((8, 64), (8, 64), (7,))) is None  # another size changes
+    assert cache.call_length(shapes((4, 80), (4, 96), (7,))) is None
+    assert cache.call_length(shapes((4, 80), (4, 80))) is None
+    assert cache.call_length(shapes((4, 80), (4, 80), (7,))) == 80
 
 
 def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
@@ -108,7 +108,7 @@ def code_at(names: Sequence[str], length: int) -> tuple[Code, list[torch.Tensor]
     graph = trace_graph(f, args)
     stand_ins = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     output_forms = [n.meta["val"] for n in fzero.graph.ir.graph_results(graph)]
-    return Code(graph, stand_ins, output_forms, name_of_code(_graph_key(graph))), args
+    return Code(graph, stand_ins, output_forms, segment_name(_graph_key(graph))), args
 
 
 @pytest.mark.slow

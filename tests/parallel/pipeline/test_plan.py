@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.ir import is_gather, is_wait, start_of
+from fzero.graph.ir import is_gather, is_wait, wait_start
 from fzero.graph.ir._ops import is_random
 from fzero.graph.loop._loop_memory import pipeline_seconds
-from fzero.graph.loop._rank_schedule import LoopRegion, regions_of
+from fzero.graph.loop._rank_schedule import LoopRegion, action_regions
 from fzero.graph.loop._split import Residual, split
 from tests.helpers import cases, either, examples
 from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
@@ -122,7 +122,7 @@ def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
 def loops_of(name: str, rank: int, **options: Any) -> Any:
     """The loop of a rank's traced step, as it is scheduled."""
     from fzero.graph import _entry
-    from fzero.graph.loop._loop import loop_of
+    from fzero.graph.loop._loop import node_loop
 
     results = []
     before = _entry.make_plan
@@ -131,7 +131,7 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
         planned(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
     finally:
         _entry.make_plan = before
-    return next(loop for n in results[0].nodes if (loop := loop_of(n)))
+    return next(loop for n in results[0].nodes if (loop := node_loop(n)))
 
 
 @pytest.mark.parametrize("name,rank", [("1f1b", 0), ("1f1b", 1), ("zbv", 0)])
@@ -156,7 +156,7 @@ def test_a_region_precedes_another_where_every_schedule_runs_it_first():
     said = []
     for name, stages in NAMED.items():
         for row in fzero.parallel.schedules.schedule(name, 2, 6, stages).rows:
-            done = [(region, action.micro_batch) for action in row for region in regions_of(action)]
+            done = [(region, action.micro_batch) for action in row for region in action_regions(action)]
             for (one, m), (other, n) in itertools.combinations(done, 2):
                 assert m != n or not other.precedes(one), (name, one, other)
                 said += [(one, other)] if m == n and one.precedes(other) else []
@@ -181,7 +181,7 @@ def test_each_pass_of_a_stage_gathers_its_parameters_and_frees_them(name, rank, 
     gathered = {part.region: sum(map(is_gather, part.graph.nodes)) for part in parts}
     assert all(gathered[LoopRegion("F", s)] for s in loop.rank_schedule.stages)
     assert sum(gathered.values()) == sum(map(is_gather, loop.body.nodes))
-    names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(start_of(n)))}
+    names = {n.name for n in loop.body.nodes if is_gather(n) or (is_wait(n) and is_gather(wait_start(n)))}
     assert not names & {x.name for part in parts for x in part.outputs if isinstance(x, Residual)}
 
 
@@ -213,10 +213,10 @@ def wide_block(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def held(parts: Any) -> list[torch.Tensor]:
     """Return the values that wait for the backward pass, of each micro-batch in flight."""
-    from fzero.graph.ir import graph_results, stand_ins_of
+    from fzero.graph.ir import graph_results, node_stand_ins
 
     made = [(what, n) for part in parts for what, n in zip(part.outputs, graph_results(part.graph), strict=True)]
-    return [stand_ins_of(n)[0] for what, n in made if isinstance(what, Residual)]
+    return [node_stand_ins(n)[0] for what, n in made if isinstance(what, Residual)]
 
 
 def test_a_backward_pass_recomputes_constant_masks_and_keeps_random_ones():

@@ -8,7 +8,7 @@ import pytest
 from fzero.tuning import H100, Configuration, model_step
 from fzero.tuning._row import TableRow
 from fzero.tuning.exports import EXPORTS, PlannedRun, activation_bytes
-from fzero.tuning.exports._peaks import deepspeed_states, fsdp2_states, sizes_of
+from fzero.tuning.exports._peaks import count_parameters, deepspeed_states, fsdp2_states
 from fzero.tuning.models import PRESETS
 
 GIB, MIB = 2**30, 2**20
@@ -17,18 +17,18 @@ USUAL = Configuration(3, 1, 4, ranks=64, depth=32)
 
 
 def test_an_export_counts_the_parameters_of_a_rank():
-    sizes = sizes_of(PRESETS["llama-3-8b"], USUAL)
+    sizes = count_parameters(PRESETS["llama-3-8b"], USUAL)
     assert sizes.full == LLAMA and sizes.sharded == pytest.approx(LLAMA / 64) and sizes.unit == 128256 * 4096
-    halved = sizes_of(PRESETS["llama-3-8b"], replace(USUAL, ranks=32, tp=2))
+    halved = count_parameters(PRESETS["llama-3-8b"], replace(USUAL, ranks=32, tp=2))
     assert LLAMA / 2 <= halved.full < LLAMA / 2 + 1e6 and halved.sharded == pytest.approx(LLAMA / 64, rel=1e-3)
-    assert sizes_of(PRESETS["llama-3-8b"], replace(USUAL, ranks=16, pp=4)).full == LLAMA / 4
-    experts = [sizes_of(PRESETS["mixtral-8x7b"], replace(USUAL, ep=ep)) for ep in (1, 8)]
+    assert count_parameters(PRESETS["llama-3-8b"], replace(USUAL, ranks=16, pp=4)).full == LLAMA / 4
+    experts = [count_parameters(PRESETS["mixtral-8x7b"], replace(USUAL, ep=ep)) for ep in (1, 8)]
     assert experts[0].full == pytest.approx(46.7e9, rel=1e-2) and experts[1].full == pytest.approx(7.25e9, rel=1e-2)
     assert experts[0].sharded == pytest.approx(experts[1].sharded)
 
 
 def test_an_export_estimates_the_state_bytes_of_each_system():
-    sizes, share = sizes_of(PRESETS["llama-3-8b"], USUAL), LLAMA / 64
+    sizes, share = count_parameters(PRESETS["llama-3-8b"], USUAL), LLAMA / 64
     fsdp2 = partial(fsdp2_states, sizes)
     assert fsdp2(USUAL) == (4 * share, 4 * share, 8 * share, 4 * sizes.unit, 4 * share)
     assert fsdp2(replace(USUAL, stage=2)) == (4 * share, 4 * share, 8 * share, 2 * LLAMA, 4 * share)
@@ -45,7 +45,7 @@ def test_an_export_estimates_the_state_bytes_of_each_system():
 
 
 def test_an_exported_peak_is_the_larger_of_forward_pass_and_update():
-    states = fsdp2_states(sizes_of(PRESETS["llama-3-8b"], USUAL), USUAL)
+    states = fsdp2_states(count_parameters(PRESETS["llama-3-8b"], USUAL), USUAL)
     always = states.parameters + states.optimizer
     assert states.peak(7e9, False) == always + 7e9 + states.buffers
     assert states.peak(7e9, True) == always + 7e9 + states.buffers + states.gradients
@@ -88,7 +88,7 @@ def test_estimated_peaks_of_deepspeed_match_published_ones(stage):
     """The published numbers hold a CUDA context too, of the order of 1,000."""
     make_step = model_step("vit-g-14", length=224, explicit=True)
     config = Configuration(stage, 16, 1, precision="float16", ranks=8, depth=48)
-    held = deepspeed_states(sizes_of(make_step.shape, config), config)
+    held = deepspeed_states(count_parameters(make_step.shape, config), config)
     peak = held.peak(activation_bytes(make_step, H100, config), False)
     assert 0.92 < peak / MIB / VIT[stage] < 1.0
 
@@ -99,6 +99,6 @@ def test_estimated_peaks_of_torchtitan_match_published_ones(ranks, measured):
     """Llama 3 8B, two sequences of 8192 tokens, eager: GiB that the allocator reserved, with its fragmentation."""
     make_step = model_step("llama-3-8b", length=8192)
     config = Configuration(3, 2, 1, remat="matmuls", ranks=ranks, depth=32)
-    held = fsdp2_states(sizes_of(make_step.shape, config), config)
+    held = fsdp2_states(count_parameters(make_step.shape, config), config)
     peak = held.peak(activation_bytes(make_step, H100, config), False)
     assert 1.0 < peak / GIB / measured < 1.1

@@ -13,7 +13,7 @@ from fzero import optim, tuning
 from fzero._torch import is_profiling
 from fzero.tuning import CPU, StepMeasurement
 from fzero.tuning.measurements._measurement import find_hints
-from fzero.tuning.measurements._meter import Measurement, meter_of
+from fzero.tuning.measurements._meter import Measurement, make_meter
 
 
 def watch(*args: Any, **asked: Any) -> Any:
@@ -285,7 +285,7 @@ def gpu(monkeypatch):
 
 
 def test_a_gpus_counters_are_read_around_the_call_and_its_events_when_they_are_over(gpu):
-    meter = meter_of([torch.ones(2), GPU])
+    meter = make_meter([torch.ones(2), GPU])
     out, one = meter(lambda: gpu.log.append("call") or 7, True)
     assert out == 7 and gpu.log == ["reset", "call"]
     assert (one.added_bytes, one.before_bytes, one.reserved_bytes, one.retries) == (30, 40, 90, 2)
@@ -297,7 +297,7 @@ def test_a_gpus_counters_are_read_around_the_call_and_its_events_when_they_are_o
 
 
 def test_watch_does_not_wait_for_the_device(gpu, monkeypatch):
-    monkeypatch.setattr("fzero.tuning.measurements._watch.meter_of", lambda tensors: meter_of([GPU]))
+    monkeypatch.setattr("fzero.tuning.measurements._watch.make_meter", lambda tensors: make_meter([GPU]))
     rows: list[Any] = []
     x = torch.ones(4, 4)
     watched = watch(fzero.jit(lambda x: x @ x, backend="fx"), rows.extend, every=2)

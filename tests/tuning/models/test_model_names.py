@@ -14,7 +14,7 @@ from fzero.tuning import Configuration
 from fzero.tuning._recipe import recipe
 from fzero.tuning.models._forward_pass import ForwardOptions, compute_loss
 from fzero.tuning.models._model_names import ModelShape, init, make_batch
-from fzero.tuning.models._presets import PRESETS, shape_of
+from fzero.tuning.models._presets import PRESETS, model_shape
 from fzero.tuning.models._steps import ModelStep
 from fzero.tuning.search import ConfigurationPlanner
 from fzero.tuning.search._extrapolation import choose_depths
@@ -64,8 +64,8 @@ def test_a_hugging_face_configuration_is_read_by_file_and_folder(kind, tmp_path)
     auto = {"vit": transformers.AutoModelForImageClassification, "bert": transformers.AutoModelForMaskedLM}
     with torch.device("meta"):
         model = auto.get(kind, transformers.AutoModelForCausalLM).from_config(config)
-    shape = shape_of(str(tmp_path))
-    assert replace(shape_of(str(tmp_path / "config.json")), name="") == replace(shape, name="")
+    shape = model_shape(str(tmp_path))
+    assert replace(model_shape(str(tmp_path / "config.json")), name="") == replace(shape, name="")
     assert fzero.tree.numel(init(shape, shape.depth)) == sum(p.numel() for p in model.parameters()), shape
 
 

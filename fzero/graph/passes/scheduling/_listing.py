@@ -17,7 +17,7 @@ from fzero.graph.ir import (
     is_wait,
     is_write,
     sort_by_needs,
-    start_of,
+    wait_start,
 )
 from fzero.graph.passes.scheduling._node_roles import NodeRoles, node_roles, work_in_order
 
@@ -153,8 +153,8 @@ def _run_ready(rules: OrderRules, state: _ListSchedulerState) -> None:
 
 def _due_waits(rules: OrderRules, state: _ListSchedulerState) -> list[Node]:
     """Return the waits of the oldest collective, as a stack, if more than `in_flight` collectives are in flight."""
-    starts = list(dict.fromkeys(map(start_of, state.pending)))
-    due = [w for w in state.pending if start_of(w) is starts[0]] if len(starts) > rules.in_flight else []
+    starts = list(dict.fromkeys(map(wait_start, state.pending)))
+    due = [w for w in state.pending if wait_start(w) is starts[0]] if len(starts) > rules.in_flight else []
     state.pending = deque(w for w in state.pending if w not in due)
     return due[::-1]
 
@@ -223,10 +223,10 @@ def readers_of_overwritten(graph: Graph, memory: Storages) -> dict[Node, list[No
         if n.op == "output" or is_view(n):
             continue
         # a collective reads its operand until it is waited for
-        read = memory.read_by(n) + (memory.read_by(start_of(n)) if is_wait(n) else [])
-        for s in dict.fromkeys(read):
+        read_storages = memory.read_by(n) + (memory.read_by(wait_start(n)) if is_wait(n) else [])
+        for s in dict.fromkeys(read_storages):
             storage_writers = writers.get(s, ())  # one of them may read another's result
-            if n not in storage_writers and not (is_wait(n) and start_of(n) in storage_writers):
+            if n not in storage_writers and not (is_wait(n) and wait_start(n) in storage_writers):
                 for w in storage_writers:
                     readers_of[w][n] = None
     return {w: list(readers) for w, readers in readers_of.items()}

@@ -24,9 +24,9 @@ from fzero.graph.ir import (
     is_wait,
     is_write,
     nbytes,
-    stand_ins_of,
-    start_of,
+    node_stand_ins,
     users_through_views,
+    wait_start,
 )
 from fzero.graph.loop import is_marker
 
@@ -94,7 +94,7 @@ def _connected_parts(nodes: Sequence[Node], members: set[Node]) -> list[set[Node
         if n in members:
             group = {n}
             for a in n.all_input_nodes:
-                if a in part and a not in group and any(x.dim() for x in stand_ins_of(a)):
+                if a in part and a not in group and any(x.dim() for x in node_stand_ins(a)):
                     group |= part[a]
             part |= dict.fromkeys(group, group)
     return list({id(x): x for x in part.values()}.values())
@@ -104,8 +104,8 @@ def _grows_memory(part: set[Node], late: set[Node]) -> bool:
     """Return whether a part's outputs are larger than its inputs, without arguments and late nodes."""
     inputs = {a for n in part for a in n.all_input_nodes if a not in part and a not in late and not is_input(a)}
     outputs = {n for n in part if any(u not in part for u in n.users)}
-    return nbytes(*[x for n in outputs for x in stand_ins_of(n)]) > nbytes(
-        *[x for a in inputs for x in stand_ins_of(a)]
+    return nbytes(*[x for n in outputs for x in node_stand_ins(n)]) > nbytes(
+        *[x for a in inputs for x in node_stand_ins(a)]
     )
 
 
@@ -114,7 +114,7 @@ def _early_nodes(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]) 
     early = {n for n in nodes if n not in feeds_work and n not in late}
     for n in reversed(nodes):
         if n not in late and is_cheap(n) and not is_write(n):
-            waits = is_wait(n) and is_reduce_collective(start_of(n))
+            waits = is_wait(n) and is_reduce_collective(wait_start(n))
             if waits or is_reduce_collective(n) or (n.users and all(u in early for u in n.users)):
                 early.add(n)
     return early
@@ -137,12 +137,12 @@ def work_in_order(work: Sequence[Node]) -> list[Node]:
             order.append(n)
             leaf = None
             continue
-        needed = _is_needed(n, among)
-        if leaf is not None and needed and not is_random(n) and _base_values(order[leaf]) & _base_values(n):
+        needed_nodes = _is_needed(n, among)
+        if leaf is not None and needed_nodes and not is_random(n) and _base_values(order[leaf]) & _base_values(n):
             order += [n, order.pop(leaf)]
             leaf = None
             continue
-        leaf = None if needed or is_random(n) else len(order)
+        leaf = None if needed_nodes or is_random(n) else len(order)
         order.append(n)
     return order
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
-from fzero.graph.ir import is_collective, is_wait, nbytes, stand_ins_of, stand_ins_of_args
+from fzero.graph.ir import argument_stand_ins, is_collective, is_wait, nbytes, node_stand_ins
 from fzero.graph.loop import BEGIN_REGION
 
 __all__ = ["fit_prefetches", "next_gathers"]
@@ -53,7 +53,7 @@ def fit_prefetches(
         for g in gathers:
             first.setdefault(g, position[before])
     for g, earliest in first.items():
-        size, until = nbytes(*stand_ins_of(g), *stand_ins_of_args(g)), _start_of_packing(g, order, position)
+        size, until = nbytes(*node_stand_ins(g), *argument_stand_ins(g)), _packing_start(g, order, position)
         start = until
         while start > earliest and live[start - 1] + size <= limit:
             start -= 1
@@ -68,10 +68,10 @@ def _communicates(node: Node) -> bool:
     return is_wait(node) or is_collective(node)
 
 
-def _start_of_packing(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
+def _packing_start(gather: Node, order: Sequence[Node], position: Mapping[Node, int]) -> int:
     """Return the position of the first operation that packs a gather's operand."""
-    at, needed = position[gather], {gather}
-    while order[at] in needed:
-        needed.update(order[at].all_input_nodes)
-        at -= 1
-    return at + 1
+    start, packing = position[gather], {gather}
+    while order[start] in packing:
+        packing.update(order[start].all_input_nodes)
+        start -= 1
+    return start + 1

@@ -62,8 +62,8 @@ def _move_host_last(graph: Graph) -> Graph:
 
 def _computes(node: Node) -> bool:
     """Return whether a node computes: it is not a move, a view, or a write of a value just copied to the host."""
-    written = node.target is COPY and _is_moved(node.args[1])
-    return node.op == "call_function" and node.target is not TO_HOST and not is_view(node) and not written
+    is_upload_write = node.target is COPY and _is_moved(node.args[1])
+    return node.op == "call_function" and node.target is not TO_HOST and not is_view(node) and not is_upload_write
 
 
 def _is_moved(source: object) -> bool:
