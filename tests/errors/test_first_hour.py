@@ -160,7 +160,7 @@ ROWS: dict[str, Row] = {
     "masters of masters": (
         lambda: optim.master_weights(optim.master_weights(OPT, BFLOAT16), BFLOAT16),
         ValueError,
-        r"master_weights: opt is Optimizer\(master_weights\(sgd\)\), which keeps parameters by a policy already",
+        r"master_weights: opt is Optimizer\(master_weights\(sgd\(0.1\), <Precision>\)\), which keeps parameters",
     ),
     "masters that are rounded at random": (
         lambda: optim.stochastic_rounding(optim.master_weights(OPT, BFLOAT16), BFLOAT16, fzero.random.key(0)),
