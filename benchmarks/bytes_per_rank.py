@@ -57,7 +57,7 @@ def rows(ranks: int) -> list[str]:
                 step(cut, opt_state, mesh.split(torch.randint(257, (4 * ranks, 9))))
             moved.append(log.elements / psi)
         held = [step.state_bytes(x) / psi for x in (cut, opt_state)]
-        low = step.init(params, optim.offload(opt, 1.0, params=stage == 3))
+        low = step.init(params, optim.offload(opt, 1.0, params=step.layout.shards_params))
         lies = [step.state_bytes(*low, space=space) / psi for space in ("device", "host")]
         layout, grads = step.layout, {"once": "sharded, once a step", "each": "sharded, each micro-batch"}
         out.append(

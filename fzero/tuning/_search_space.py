@@ -12,7 +12,7 @@ from fzero.codecs import CODECS
 from fzero.nn import SCALINGS
 from fzero.optim import Precision
 from fzero.parallel.schedules import NAMES
-from fzero.zero import STAGES
+from fzero.zero import STAGES, StageLayouts
 
 __all__ = [
     "EVERY_SECOND",
@@ -135,14 +135,20 @@ class Configuration:
         return self.schedule if self.stages_per_rank is None else f"{self.schedule}:{self.stages_per_rank}"
 
     @property
+    def layout(self) -> StageLayouts:
+        """The layouts of the stage."""
+        return STAGES[self.stage]
+
+    @property
     def policy(self) -> Precision:
         """The precision, for `fzero.value_and_grad` and `optim.master_weights`.
 
-        At stage 3 the shards are the master weights. With offload the masters lie in the state, for the host's share.
+        Shards of parameters, as at stage 3, are the master weights. With offload the masters lie in the state, for the
+        host's share.
         """
         gather = None if self.gather is None else CODECS[self.gather]()
         reduce = torch.float32 if self.reduce is None else CODECS[self.reduce]()
-        shard = torch.float32 if self.stage == 3 and not self.offload else None
+        shard = torch.float32 if self.layout.shards_params and not self.offload else None
         return Precision(param=_DTYPES[self.precision], gather=gather, reduce=reduce, shard=shard)
 
     def __str__(self) -> str:

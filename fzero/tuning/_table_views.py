@@ -104,7 +104,7 @@ def _waits_for_hosts(table: "ConfigurationTable") -> bool:
     """Return whether the best step waits for collectives of several hosts, and no row sends them by hosts."""
     best, configs = table.fitting[0], [r.config for r in table.rows]
     c = best.config
-    can_split = c.stage > 0 and c.ep == c.cp == c.pp == 1 and c.world > table.machine.ranks
+    can_split = c.layout.shards_state and c.ep == c.cp == c.pp == 1 and c.world > table.machine.ranks
     return can_split and best.limits.get("wire", 0.0) > 0.2 and all(x.host == 1 for x in configs)
 
 

@@ -149,7 +149,7 @@ class _StepBounds(NamedTuple):
         update_seconds = (
             0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory_bandwidth
         )
-        end = max(update_seconds, gather_seconds) if config.stage in (1, 2) else update_seconds
+        end = max(update_seconds, gather_seconds) if config.layout.shards_within_step else update_seconds
         if config.pp > 1:
             splits = NAMES[config.schedule].splits_backward
             bubble = forward + (0.0 if splits else backward - weights)
@@ -201,19 +201,19 @@ class _StepBounds(NamedTuple):
         gather = _CODED_BYTES.get(config.gather or "", self.width_bytes) * elements
         reduce = _CODED_BYTES.get(config.reduce or "", 4.0) * elements
         reduce_seconds = transfer_seconds("reduce_scatter", reduce, names, self.hardware)
-        if config.stage == 0:  # one all_reduce
+        if not config.layout.shards_state:  # one all_reduce
             return 2 * reduce_seconds, 0.0
         return reduce_seconds, transfer_seconds("all_gather", gather, names, self.hardware)
 
     def state_bytes(self) -> float:
         """Return the bytes of parameters and optimizer state between steps."""
         config, n = self.config, self._elements()
-        shards = self._shards() if config.stage else 1
+        shards = self._shards() if config.layout.shards_state else 1
         half = config.precision != "float32"
         full = 0.0
-        if config.stage < 3:
+        if not config.layout.shards_params:
             full = self.width_bytes * n if half else 4 * n
-        masters = 4 if half or config.stage == 3 else 0
+        masters = 4 if half or config.layout.shards_params else 0
         return full + (masters + _MOMENT_BYTES[config.moments]) * n / shards * (1 - config.offload)
 
     def activation_bytes(self) -> float:
