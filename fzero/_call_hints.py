@@ -247,15 +247,15 @@ def find_type_error(
     """
     if _is_meant(error.__traceback__):
         return None
-    wrong = [
+    mismatches = [
         f"{name} is {show_value(value)}: expected {' or '.join(map(_word, classes))}"
         for name, value, classes in _typed_arguments(f, args, kwargs)
         if not isinstance(value, (*classes, Number) if float in classes else classes)
     ]
-    if not wrong:
+    if not mismatches:
         return None
     example = _find_example(documented or f)
-    return TypeError(f"{f.__name__}(): {'; '.join(wrong)}{f', as in {example}' if example else ''}")
+    return TypeError(f"{f.__name__}(): {'; '.join(mismatches)}{f', as in {example}' if example else ''}")
 
 
 def _is_meant(trace: TracebackType | None) -> bool:

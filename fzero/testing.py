@@ -242,7 +242,7 @@ def trees(dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 8)
         return torch.randint(0, 2 if dtype == torch.bool else 9, shape, generator=g, device="cpu").to(dtype)
 
     leaves = st.builds(leaf, _awkward_shapes(), st.sampled_from(list(dtypes)), st.integers(0, 2**31))
-    nested = st.recursive(
+    nested_trees = st.recursive(
         leaves | st.none(),
         lambda children: st.one_of(
             st.lists(children, min_size=1, max_size=3),
@@ -252,7 +252,7 @@ def trees(dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 8)
         ),
         max_leaves=max_leaves,
     )
-    return st.builds(lambda first, rest: {"first": first, "rest": rest}, leaves, nested)
+    return st.builds(lambda first, rest: {"first": first, "rest": rest}, leaves, nested_trees)
 
 
 def optimizers() -> st.SearchStrategy[optim.Optimizer]:

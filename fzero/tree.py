@@ -221,11 +221,11 @@ def elementwise(f: Callable[..., Any], tree: Tree, *rest: Any) -> Any:
     rows = {
         tuple([identity(x) for x in xs]): xs for xs in zip(*columns, strict=True) if isinstance(xs[0], torch.Tensor)
     }
-    grouped = apply_to_groups(f, rows)
+    results_by_group = apply_to_groups(f, rows)
 
     def result(*xs: Any) -> Any:
         key = tuple([identity(x) for x in xs])
-        return grouped[key] if key in grouped else f(*xs)
+        return results_by_group[key] if key in results_by_group else f(*xs)
 
     return map(result, tree, *rest)
 

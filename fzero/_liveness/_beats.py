@@ -274,13 +274,13 @@ class _Heartbeat:
             message |= {"sought": links.sought(), "owned": self.process.owned_links(self.link_queries)}
             self.send({**message, "knows": self.verdict is not None}, self.rank_zero_address)
         for link, port in links.probes():
-            mapped = "::ffff:" * (self.socket.family == socket.AF_INET6 and ":" not in link.peer_address)
-            self.send({"probe": link}, (mapped + link.peer_address, port))
+            address_prefix = "::ffff:" * (self.socket.family == socket.AF_INET6 and ":" not in link.peer_address)
+            self.send({"probe": link}, (address_prefix + link.peer_address, port))
 
     def ends_for(self, rank: int) -> list[tuple[Link, int, int]]:
         """Return the links whose ends a rank seeks: of each the rank at the other end, and its heartbeat's port."""
-        own = {0: self.socket.getsockname()}
-        return [(link, r, {**own, **self.addresses}[r][1]) for link, r in self.link_ends.answers(rank)]
+        own_end = {0: self.socket.getsockname()}
+        return [(link, r, {**own_end, **self.addresses}[r][1]) for link, r in self.link_ends.answers(rank)]
 
     def find_ends(self, ends: list[Any], now: float) -> None:
         """Take in which ranks are at the other ends of links."""

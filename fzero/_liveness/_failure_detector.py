@@ -124,10 +124,10 @@ def show_activities(activities: Mapping[int, Activity]) -> str:
         hosts = list(dict.fromkeys(activities[r].host for r in ranks))
         where = f"({hosts[0]})" if len(hosts) == 1 else f"({len(hosts)} hosts)"
         longest = max(activities[r].seconds for r in ranks)
-        more = f"{'; ' if text else ''}{_format_ranks(ranks)} {where} {activity} for {longest:.0f} s"
-        if len(text) + len(more) > _MAX_TEXT_BYTES:
+        entry_text = f"{'; ' if text else ''}{_format_ranks(ranks)} {where} {activity} for {longest:.0f} s"
+        if len(text) + len(entry_text) > _MAX_TEXT_BYTES:
             return f"{text}; and {len(groups) - count} more places"
-        text += more
+        text += entry_text
     return text
 
 
@@ -190,7 +190,7 @@ class FailureDetector:
     def _find_lost(self, now: float) -> Iterator[tuple[int, str]]:
         """Yield lost ranks, and why, the surest first."""
         alive = {r: p for r, p in self.activities.items() if p.process not in GONE}
-        broken = next((p.broken for p in self.activities.values() if p.broken), "")
+        connection_error = next((p.broken for p in self.activities.values() if p.broken), "")
         gone = {r: p for r, p in self.activities.items() if p.process in GONE}
         is_missed = self._broken_at is not None and now - self._broken_at > _SETTLE_SECONDS
         is_awaited = any(p.waiting and p.idle > self.limit_seconds for p in alive.values())
@@ -198,7 +198,7 @@ class FailureDetector:
             # others may go on among themselves after a rank has ended, so a long wait alone does not mean it
             if is_missed or (is_awaited and process != "ended"):
                 yield from ((r, _how_gone(p)) for r, p in gone.items() if p.process == process)
-        limit = self.limit_seconds / _BROKEN_LIMIT_DIVISOR if broken else self.limit_seconds
+        limit = self.limit_seconds / _BROKEN_LIMIT_DIVISOR if connection_error else self.limit_seconds
         for rank in alive:
             silent = now - self.echoed[rank]
             if silent > limit:
@@ -207,7 +207,7 @@ class FailureDetector:
                 yield rank, f"its process has been stopped (SIGSTOP) for {now - self._stopped_at[rank]:.0f} s"
         if self._broken_at is not None and now - self._broken_at > self.limit_seconds:
             rank = next(r for r, p in self.activities.items() if p.broken)
-            yield rank, f"a connection of it broke, though every rank answers ({broken})"
+            yield rank, f"a connection of it broke, though every rank answers ({connection_error})"
         yield from self._find_cut(alive)
         if any(p.waiting for p in alive.values()) and all(p.process != "stopped" for p in alive.values()):
             yield from self._find_hanging(alive)

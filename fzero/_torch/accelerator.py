@@ -90,12 +90,12 @@ def without_autocast_cache() -> Iterator[None]:
     With the cache they are summed in half precision, but only for tensors that autograd takes for leaves. So the
     numbers would depend on how a step runs: with remat, simulated, or in a trace.
     """
-    cached = torch.is_autocast_cache_enabled()
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 def fork_random_state(devices: Iterable[torch.device]) -> AbstractContextManager[None]:

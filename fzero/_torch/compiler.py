@@ -123,15 +123,15 @@ def _compile_with(
     from torch._inductor.decomposition import select_decomp_table
 
     with torch.no_grad(), mode:
-        decomposed = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*args)
-    output = next(n for n in decomposed.graph.nodes if n.op == "output")
+        decomposed_graph = make_fx(run, select_decomp_table(), _allow_non_fake_inputs=True)(*args)
+    output = next(n for n in decomposed_graph.graph.nodes if n.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with (
-        config.patch({**settings, **_gcc_workaround(decomposed.graph)}),
+        config.patch({**settings, **_gcc_workaround(decomposed_graph.graph)}),
         torch.no_grad(),
         tracing(TracingContext(mode)),
     ):
-        return compile_fx.compile_fx_inner(decomposed, args, is_inference=True)  # pyright: ignore
+        return compile_fx.compile_fx_inner(decomposed_graph, args, is_inference=True)  # pyright: ignore
 
 
 def _gcc_workaround(graph: torch.fx.Graph) -> dict[str, str]:

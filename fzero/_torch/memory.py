@@ -63,16 +63,16 @@ def _find_buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buf
     if not is_plain or any(tensors[i].is_conj() or tensors[i].is_neg() for i in members):
         return None
     # an empty tensor comes before a tensor that begins at the same offset
-    ordered = sorted(members, key=lambda i: (tensors[i].storage_offset(), tensors[i].numel(), i))
+    order = sorted(members, key=lambda i: (tensors[i].storage_offset(), tensors[i].numel(), i))
     offsets = []
     end = 0
-    for i in ordered:
+    for i in order:
         if tensors[i].storage_offset() != end:
             return None
         offsets.append(end)
         end += tensors[i].numel()
     fills = end * first.element_size() == first.untyped_storage().nbytes()
-    return Buffer(tuple(ordered), tuple(offsets), end) if fills else None
+    return Buffer(tuple(order), tuple(offsets), end) if fills else None
 
 
 def in_buffers(

@@ -43,8 +43,8 @@ def thread_state() -> Callable[[], Any]:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(forward_ad._set_fwd_grad_enabled(forward))
-            for device, enabled, dtype in casts:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache))
+            for device, is_enabled, dtype in casts:
+                stack.enter_context(torch.autocast(device, dtype, is_enabled, cache))
             stack.enter_context(_with_default_device(default))
             stack.enter_context(_with_function_modes(functions))
             stack.enter_context(_with_operation_modes(operations))

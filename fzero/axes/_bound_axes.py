@@ -121,14 +121,14 @@ def join_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     hosts alone, and then within a host.
     """
     positions = {a.name: i for i, a in enumerate(bound_axes())}
-    joined: list[Axis] = []
+    axes_left: list[Axis] = []
     run: list[Axis] = []
     for axis in axes:
         if run and positions[axis.name] < positions[run[-1].name]:
-            joined += _join_run(run)
+            axes_left += _join_run(run)
             run = []
         run.append(axis)
-    return (*joined, *_join_run(run))
+    return (*axes_left, *_join_run(run))
 
 
 def _join_run(axes: Sequence[Axis]) -> list[Axis]:

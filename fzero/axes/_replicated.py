@@ -120,21 +120,21 @@ def check_replicated(
     axes: Sequence[Axis], paths: Sequence[str], leaves: Sequence[Any], varies: Sequence[tuple[str, ...]]
 ) -> list[Any]:
     """Check that results differ only along the axes that their boxes name; tied results stay tied."""
-    checked: dict[tuple[Any, tuple[str, ...]], Any] = {}
+    checks: dict[tuple[Any, tuple[str, ...]], Any] = {}
     results = []
     for path, x, names in zip(paths, leaves, varies, strict=True):
         if not isinstance(x, torch.Tensor):
             results.append(x)
             continue
         key = (tree.identity(x), names)
-        if key not in checked:
-            checked[key] = x
+        if key not in checks:
+            checks[key] = x
             for axis in axes:
                 if axis.name not in names:
                     along = f" along {axis.name!r}" if len(axes) > 1 else ""
                     message = differs_message(path, names, along)
-                    checked[key] = _as_replicated(checked[key], axis.token, axis.group, message, path)
-        results.append(checked[key])
+                    checks[key] = _as_replicated(checks[key], axis.token, axis.group, message, path)
+        results.append(checks[key])
     return results
 
 
@@ -167,11 +167,11 @@ def check_inputs_replicated(
     Raises:
         DiffersByRankError: if a tensor differs by rank.
     """
-    checked: set[Any] = set()
+    checked_ids: set[Any] = set()
     for path, x in zip(paths, leaves, strict=True):
-        if not isinstance(x, torch.Tensor) or tree.identity(x) in checked:
+        if not isinstance(x, torch.Tensor) or tree.identity(x) in checked_ids:
             continue
-        checked.add(tree.identity(x))
+        checked_ids.add(tree.identity(x))
         where = name + (f", leaf {path!r}" if path else "")
         own_axes = () if torch.compiler.is_dynamo_compiling() else varying_axes(storage_id(unwrap(x)))
         for axis in axes:

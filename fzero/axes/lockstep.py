@@ -178,8 +178,8 @@ def _make_axes(
     for k in range(1, len(shape) + 1):
         for subset in itertools.combinations(range(len(shape)), k):
             name = ",".join(shape[i][0] for i in subset)
-            fixed = {i: c for i, c in enumerate(coordinates) if i not in subset}
-            members = _ranks_at(shape, fixed)
+            fixed_coordinates = {i: c for i, c in enumerate(coordinates) if i not in subset}
+            members = _ranks_at(shape, fixed_coordinates)
             key = f"lockstep/{number}/{name}/{members[0]}"
             groups.setdefault(key, RankGroup(run, name, members))
             me = members.index(rank)
@@ -189,9 +189,9 @@ def _make_axes(
     return tuple(single), tuple(joint)
 
 
-def _ranks_at(shape: Sequence[tuple[str, int]], fixed: dict[int, int]) -> list[int]:
+def _ranks_at(shape: Sequence[tuple[str, int]], fixed_coordinates: dict[int, int]) -> list[int]:
     """List the ranks that have these coordinates along the fixed axes, in rank order."""
-    ranges = [[fixed[i]] if i in fixed else range(size) for i, (_, size) in enumerate(shape)]
+    ranges = [[fixed_coordinates[i]] if i in fixed_coordinates else range(size) for i, (_, size) in enumerate(shape)]
     ranks = []
     for coordinates in itertools.product(*ranges):
         rank = 0

@@ -142,16 +142,16 @@ def _header_bytes(files: Files, layout: TreeLayout, names: dict[str, int], dtype
         CheckpointError: if safetensors does not have a leaf's dtype.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, i in _file_order(layout, names, dtype):
         leaf, kind = layout.leaves[i], _stored_dtype(layout.leaves[i], dtype)
         if kind == torch.complex128:
             raise CheckpointError(
                 f"{files.path!r}: leaf {leaf.path!r} is {leaf}, a dtype that safetensors does not have: use --torch"
             )
-        end = at + leaf.numel * kind.itemsize
-        entries[name] = {"dtype": NAMES[kind], "shape": list(leaf.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + leaf.numel * kind.itemsize
+        entries[name] = {"dtype": NAMES[kind], "shape": list(leaf.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 8)
     return len(text).to_bytes(8, "little") + text

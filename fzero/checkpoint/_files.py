@@ -61,8 +61,8 @@ class Files(Protocol):
         """Write a new file, part by part. It is durable on return."""
         ...
 
-    def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
-        """Fill the views in turn with the bytes of a file from `at` on.
+    def read_into(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill the views in turn with the bytes of a file from `offset` on.
 
         Raises:
             CheckpointError: if the file is missing, or too short.
@@ -222,17 +222,19 @@ class LocalFolder:
         finally:
             os.close(fd)
 
-    def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
-        """Fill the views in turn with the bytes of a file from `at` on."""
+    def read_into(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill the views in turn with the bytes of a file from `offset` on."""
         try:
             fd = self._open(name)
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:
             for batch in _batches(views):
-                at += _repeat_until_moved(lambda rest, count, start=at: os.preadv(fd, rest, start + count), batch)
+                offset += _repeat_until_moved(
+                    lambda rest, count, start=offset: os.preadv(fd, rest, start + count), batch
+                )
         except EOFError:
-            raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at}") from None
+            raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {offset}") from None
         finally:
             os.close(fd)
 

@@ -310,11 +310,11 @@ class Checkpoints:
                 f"like={like!r}: expected the tree to read into, checkpoints.restore(like) of the newest step; "
                 "fzero.load(path, like) reads another"
             )
-        damaged: dict[int, str] = {}
+        damage_of_step: dict[int, str] = {}
         failure = ""
         memory_step = self._newest_in_memory()
         while True:
-            step = self._newest(damaged)
+            step = self._newest(damage_of_step)
             if memory_step is not None and (step is None or memory_step >= step):
                 files, step, memory_step = self._shared, memory_step, None
             elif step is None:
@@ -327,7 +327,7 @@ class Checkpoints:
                 return checkpoint
             except DamagedError as error:
                 if files is self._files:
-                    damaged[step] = str(error)
+                    damage_of_step[step] = str(error)
                 failure = failure or str(error)
                 warn_once(f"fzero: skipped: {error}")
         if failure:  # so `like` may be partly overwritten
@@ -338,9 +338,11 @@ class Checkpoints:
         """Return the newest step that is complete in memory."""
         return None if self._shared is None else self._shared.newest(step_numbers(self._shared), step_name)
 
-    def _newest(self, damaged: Container[int]) -> int | None:
+    def _newest(self, damaged_steps: Container[int]) -> int | None:
         """Return the newest step that is complete on disk. Rank 0 looks for it, and all ranks get its answer."""
-        step = all_or_none(f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged), self._mesh)
+        step = all_or_none(
+            f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged_steps), self._mesh
+        )
         if self._mesh is not None and self._mesh.distributed:
             step = all_gather_numbers(torch.tensor([step], device="cpu"), self._mesh)[0][0]
         return None if step < 0 else step
@@ -356,14 +358,14 @@ class Checkpoints:
         """
         return max([n for n in (self._newest(()), self._newest_in_memory()) if n is not None], default=None)
 
-    def _newest_on_disk(self, damaged: Container[int]) -> int:
+    def _newest_on_disk(self, damaged_steps: Container[int]) -> int:
         for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):
             try:
                 read_complete(self._files.subfolder(step_name(step)))
             except CheckpointError as error:
                 warn_once(f"fzero: skipped: {error}")
                 continue
-            if step not in damaged:
+            if step not in damaged_steps:
                 return step
         return -1
 

@@ -262,9 +262,9 @@ def read_requests(
         The rank whose file holds the part, and the read.
     """
     size = x.element_size()
-    for writer, at, numel in manifest.layout.writers(leaf, target):
+    for writer, piece_offset, numel in manifest.layout.writers(leaf, target):
         for run in runs(numel, target):
-            start = manifest.base(writer) + at + run.source_offset * size
+            start = manifest.base(writer) + piece_offset + run.source_offset * size
             yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
 
 
@@ -308,16 +308,16 @@ def _reads_by_page(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[
     parts: list[ReadRequest] = []
     page = -1
     for request in requests:
-        at, start = request.offset, request.start
-        while at < request.offset + request.nbytes:
-            if at // PAGE_BYTES != page:
+        offset, start = request.offset, request.start
+        while offset < request.offset + request.nbytes:
+            if offset // PAGE_BYTES != page:
                 if parts:
                     yield page, parts
-                page = at // PAGE_BYTES
+                page = offset // PAGE_BYTES
                 parts = []
-            n = min(request.offset + request.nbytes, (page + 1) * PAGE_BYTES) - at
-            parts.append(ReadRequest(at, n, request.tensor, start))
-            at, start = at + n, start + n // request.tensor.element_size()
+            n = min(request.offset + request.nbytes, (page + 1) * PAGE_BYTES) - offset
+            parts.append(ReadRequest(offset, n, request.tensor, start))
+            offset, start = offset + n, start + n // request.tensor.element_size()
     if parts:
         yield page, parts
 

@@ -72,19 +72,19 @@ class Remote:
                 for view in part:
                     f.write(view)
 
-    def read_into(self, name: str, at: int, views: Sequence[memoryview]) -> None:
-        """Fill the views in turn with the bytes of a file from `at` on."""
+    def read_into(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill the views in turn with the bytes of a file from `offset` on."""
         numel = sum(len(v) for v in views)
         try:
-            data = self._fs.cat_file(self._path_of(name), start=at, end=at + numel)
+            data = self._fs.cat_file(self._path_of(name), start=offset, end=offset + numel)
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         if len(data) != numel:
-            raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {at + numel}")
-        offset = 0
+            raise DamagedError(f"{self.path!r}: {name} is damaged: it ends before byte {offset + numel}")
+        view_start = 0
         for view in views:
-            view[:] = data[offset : offset + len(view)]
-            offset += len(view)
+            view[:] = data[view_start : view_start + len(view)]
+            view_start += len(view)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, if they exist."""

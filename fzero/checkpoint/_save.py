@@ -230,7 +230,7 @@ _TensorRange = tuple[torch.Tensor, int, int]  # a tensor, and the range of its e
 def _ranges_to_write(local: LocalTree, rank: int) -> list[_TensorRange]:
     """List the ranges of tensors that a rank writes, in file order."""
     # `owned_pieces` gives where each piece begins in its tensor
-    return [(x.detach(), at, at + piece.numel) for piece, x, at in local.owned_pieces(rank)]
+    return [(x.detach(), start, start + piece.numel) for piece, x, start in local.owned_pieces(rank)]
 
 
 def _copy_to_staging(ranges: dict[int, list[_TensorRange]], staging: StagingBuffer) -> dict[int, list[_TensorRange]]:
@@ -308,8 +308,8 @@ class _SaveRun:
             for rank, rows in self.ranges.items()
         }
 
-    def _commit(self, written: dict[int, File]) -> None:
-        manifest = Manifest.of(self.channel.nonce, self.layout, [written[r] for r in range(self.layout.ranks)])
+    def _commit(self, files: dict[int, File]) -> None:
+        manifest = Manifest.of(self.channel.nonce, self.layout, [files[r] for r in range(self.layout.ranks)])
         for name, file in zip(manifest.names, manifest.files, strict=True):
             if self.files.is_shared and self.files.size(name) != file.size:
                 raise CheckpointError(f"{name} is incomplete: does another process save to this folder?")

@@ -245,13 +245,13 @@ class SharedMemory(LocalFolder):
             return
         local = set(writers)
         needs = self.hosts.numbers([int(r in local) for r in range(len(manifest.files))])
-        present = self._present(manifest)
+        files_of_rank = self._present(manifest)
         for i, name in enumerate(manifest.names):
-            source = next(r for r, is_there in enumerate(present) if is_there[i])
+            source = next(r for r, is_there in enumerate(files_of_rank) if is_there[i])
             for host in dict.fromkeys(self.hosts.host_of_rank):
                 leader = self.hosts.leader(host)
                 ranks = [r for r, h in enumerate(self.hosts.host_of_rank) if h == host]
-                if present[leader][i] or not any(needs[r][i] for r in ranks):
+                if files_of_rank[leader][i] or not any(needs[r][i] for r in ranks):
                     continue
                 if self.hosts.rank == source:
                     for work, _ in self._send(name, leader):

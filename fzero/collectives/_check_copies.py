@@ -117,8 +117,8 @@ class DeferredCheck:
                 raise ValueError(_copies_message(name, self.axis, node, self.invariant_loss.calls))
         start = [(y.grad_fn, y.output_nr) for i, y in results.items() if i in self.results]
         _check_calls_over(start, self.axis, self.invariant_loss, varying)
-        reached = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf_tensor(node)) is not None}
-        sources = [self.sources[i] for i, x in arg_ids.items() if x in reached]
+        reachable_ids = {id(leaf) for node, _ in _walk(start, self.axis) if (leaf := _leaf_tensor(node)) is not None}
+        sources = [self.sources[i] for i, x in arg_ids.items() if x in reachable_ids]
         _check_calls_over(sources, self.axis, self.invariant_loss, self.leaves)
 
 

@@ -36,8 +36,8 @@ def start_send(x: torch.Tensor, to: int, tag: int, binding: Binding) -> PendingM
         lockstep.send(binding.group, binding.rank, to, tag, x)
         return PendingMessages([], lambda: x)
     group: Any = rank_group(binding.group)
-    works = [dist.isend(x, group=group, group_dst=to, tag=_FIRST_TAG + tag)] if x.numel() else []
-    return PendingMessages(works, lambda: x)
+    requests = [dist.isend(x, group=group, group_dst=to, tag=_FIRST_TAG + tag)] if x.numel() else []
+    return PendingMessages(requests, lambda: x)
 
 
 def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -> PendingMessages:
@@ -45,8 +45,8 @@ def start_receive(like: torch.Tensor, source: int, tag: int, binding: Binding) -
     if is_lockstep(binding.group):
         return PendingMessages([], lambda: lockstep.receive(binding.group, binding.rank, source, tag, like))
     x, group = torch.empty_like(like, memory_format=torch.contiguous_format), rank_group(binding.group)
-    works = [dist.irecv(x, group=group, group_src=source, tag=_FIRST_TAG + tag)] if x.numel() else []
-    return PendingMessages(works, lambda: x)
+    requests = [dist.irecv(x, group=group, group_src=source, tag=_FIRST_TAG + tag)] if x.numel() else []
+    return PendingMessages(requests, lambda: x)
 
 
 # messages of rank programs that may not be sent yet, by process group
@@ -73,7 +73,7 @@ def _send(binding: Binding, options: MessageOptions, xs: Tensors) -> Tensors:
     _check_untraced("send")
     (x,) = xs
     message = start_send(x, options.peer, options.tag, binding)
-    if message.works:
+    if message.requests:
         outgoing = _OUTGOING.setdefault(rank_group(binding.group), [])
         outgoing.append(message)
         while len(outgoing) > _MAX_OUTGOING:

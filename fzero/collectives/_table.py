@@ -282,8 +282,8 @@ class _ApplyLinearMap(torch.autograd.Function):
             ys = apply_stacked(name, binding, options, n, *_all_in_front(xs, dims, n))
         else:
             ys = tuple(row.operation.uniform(n, options, xs))
-            received = _numel(ys) if row.is_replicated else _numel(ys) // n
-            _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=received)
+            received_numel = _numel(ys) if row.is_replicated else _numel(ys) // n
+            _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=received_numel)
         return ys, (None if row.is_replicated else 0,) * len(ys)
 
 
@@ -318,8 +318,8 @@ def apply_stacked(
     """
     row = _ROWS[name]
     ys = tuple(row.operation.all_ranks(n, options, xs))
-    received = _numel(ys) if row.is_replicated else _numel(ys) // n
-    _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs) // n, numel_out=received)
+    received_numel = _numel(ys) if row.is_replicated else _numel(ys) // n
+    _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs) // n, numel_out=received_numel)
     return ys
 
 
@@ -344,8 +344,8 @@ def _apply_in_lockstep(row: LinearMap, binding: Binding, options: _Options, xs: 
             raise DiffersByRankError(_differs_message(row.name, binding.axis))
         ys = row.operation.all_ranks(len(ranks), options, [torch.stack(list(x)) for x in zip(*ranks, strict=True)])
         if first:
-            received = _numel(ys) if row.is_replicated else _numel(ys) // len(ranks)
-            _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=received)
+            received_numel = _numel(ys) if row.is_replicated else _numel(ys) // len(ranks)
+            _record_call(row, binding, options, x=xs[0], numel_in=_numel(xs), numel_out=received_numel)
         # copies, so that no rank writes into another rank's result
         return [tuple([(y if row.is_replicated else y[r]).clone() for y in ys]) for r in range(len(ranks))]
 

@@ -29,11 +29,11 @@ class PendingMessages(NamedTuple):
     """Messages that have started.
 
     Attributes:
-        works: a handle for each message.
+        requests: a handle for each message.
         finish: computes the result once the messages have arrived. It keeps the sent tensors alive until then.
     """
 
-    works: list[Any]
+    requests: list[Any]
     finish: Callable[[], torch.Tensor]
 
 
@@ -43,14 +43,14 @@ def all_gather(x: torch.Tensor, ranks: int, group: str) -> Any:
         return c10d.all_gather_into_tensor(x, ranks, group)
     x = x.resolve_conj().resolve_neg()
     output, rank, inputs = x.new_empty((ranks, *x.shape)), dist.get_rank(rank_group(group)), [x]
-    works = _exchange([x] * ranks, list(output), rank, group)
+    requests = _exchange([x] * ranks, list(output), rank, group)
     output[rank].copy_(x)
 
     def finish() -> torch.Tensor:
         inputs.clear()
         return output.flatten(0, 1)
 
-    return PendingMessages(works, finish)
+    return PendingMessages(requests, finish)
 
 
 def all_gather_into(
@@ -106,8 +106,8 @@ def wait(pending: Any) -> torch.Tensor:
     if not isinstance(pending, PendingMessages):
         return c10d.wait_tensor(pending)
     with torch.profiler.record_function("fzero::wait") if is_profiling() else contextlib.nullcontext():
-        while pending.works:  # once per message: a second wait would wait for another message
-            pending.works.pop().wait()
+        while pending.requests:  # once per message: a second wait would wait for another message
+            pending.requests.pop().wait()
     return pending.finish()
 
 

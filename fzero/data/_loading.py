@@ -109,16 +109,16 @@ def load_batches(
         **options,
     )
     with torch.device("cpu"):  # the loader draws a number, which it reads at once
-        loaded = iter(loader)
-    return _box_each(loaded, target)
+        batches_of_loader = iter(loader)
+    return _box_each(batches_of_loader, target)
 
 
-def _box_each(loaded: Iterator[Any], target: BatchTarget) -> Iterator[PerRank]:
+def _box_each(batches: Iterator[Any], target: BatchTarget) -> Iterator[PerRank]:
     """Yield loaded batches in boxes. The traceback of an error in the data set ends there, without torch's loader."""
     while True:
         with UserFrames():
             try:
-                box = target.box(next(loaded))
+                box = target.box(next(batches))
             except StopIteration:
                 return
         yield box

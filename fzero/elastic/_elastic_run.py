@@ -84,18 +84,18 @@ class ElasticRun:
             CheckpointError: if the run's state is another tree, or all of its checkpoints are damaged.
             ValueError: if the run has another `global_batch`.
         """
-        saved = self._in_memory.restore({"state": state, "step": 0, "global_batch": self.batch_plan.global_batch})
-        if saved["global_batch"] != self.batch_plan.global_batch:
+        values = self._in_memory.restore({"state": state, "step": 0, "global_batch": self.batch_plan.global_batch})
+        if values["global_batch"] != self.batch_plan.global_batch:
             raise ValueError(
-                f"global_batch={self.batch_plan.global_batch}, and the run in this folder has {saved['global_batch']}: "
-                "batch i would be another one now; give the same number, or another folder"
+                f"global_batch={self.batch_plan.global_batch}, and the run in this folder has "
+                f"{values['global_batch']}: batch i would be another one now; give the same number, or another folder"
             )
-        self.step = saved["step"]
+        self.step = values["step"]
         if self.step:
             if self.mesh.rank == 0:
                 _log.info("goes on after step %d of %d on %r", self.step, self.steps, self.mesh)
-            self._in_memory.save_in_memory(self.step, saved)
-        return saved["state"]
+            self._in_memory.save_in_memory(self.step, values)
+        return values["state"]
 
     @api_boundary
     def save(self, step: int, state: Tree) -> None:
@@ -341,9 +341,9 @@ def _leave_spares(
     checkpoints_on(make_mesh(all=world.size, device="cpu", timeout=timeout)).move_memory(ranks)
     destroy_process_group()
     host, _, port = world.address.rpartition(":")
-    own = {"RANK": world.rank, "WORLD_SIZE": ranks, "MASTER_ADDR": host, "MASTER_PORT": port}
+    variables = {"RANK": world.rank, "WORLD_SIZE": ranks, "MASTER_ADDR": host, "MASTER_PORT": port}
     if world.rank < ranks:
-        os.environ.update({name: str(value) for name, value in own.items()})
+        os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def _end_spares(world: World, call_number: int) -> None:

@@ -41,12 +41,12 @@ def choose_shape(alive: int, request: ShapeRequest) -> dict[str, int]:
     Raises:
         RuntimeError: if no mesh is possible. The message says what is missing.
     """
-    fixed, elastic = request.fixed_ranks, request.elastic_axis
-    largest = alive // fixed if elastic is not None else min(alive // fixed, 1)
+    fixed_ranks, elastic_axis = request.fixed_ranks, request.elastic_axis
+    largest = alive // fixed_ranks if elastic_axis is not None else min(alive // fixed_ranks, 1)
     for size in range(largest, 0, -1):
-        shape = {name: size if name == elastic else n for name, n in request.axes.items()}
+        shape = {name: size if name == elastic_axis else n for name, n in request.axes.items()}
         shares = math.prod([shape[name] for name in request.data_axes])
-        if request.global_batch % (shares * request.micro_batch) == 0 and size * fixed >= request.min_ranks:
+        if request.global_batch % (shares * request.micro_batch) == 0 and size * fixed_ranks >= request.min_ranks:
             return shape
     raise RuntimeError(_no_shape_message(alive, request))
 
@@ -54,11 +54,15 @@ def choose_shape(alive: int, request: ShapeRequest) -> dict[str, int]:
 def _no_shape_message(alive: int, request: ShapeRequest) -> str:
     """Say why no mesh is possible."""
     axes, _, global_batch, micro_batch, min_ranks = request
-    fixed, elastic = request.fixed_ranks, request.elastic_axis
+    fixed_ranks, elastic_axis = request.fixed_ranks, request.elastic_axis
     text = ", ".join([f"{name}={size}" for name, size in axes.items()])
     ranks = f"{alive} rank{'s' * (alive != 1)} alive"
-    if alive < fixed:
-        why = f"the mesh needs {fixed} ranks" if elastic is None else f"the other axes of the mesh need {fixed} ranks"
+    if alive < fixed_ranks:
+        why = (
+            f"the mesh needs {fixed_ranks} ranks"
+            if elastic_axis is None
+            else f"the other axes of the mesh need {fixed_ranks} ranks"
+        )
     elif alive < min_ranks:
         why = f"min_ranks={min_ranks} asks for more"
     else:

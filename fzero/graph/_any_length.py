@@ -145,7 +145,7 @@ class AnyLength:
 
 
 def _formula_and_lengths(
-    alike: Sequence[_TracedCall], options: JitOptions, arguments: Arguments
+    calls: Sequence[_TracedCall], options: JitOptions, arguments: Arguments
 ) -> tuple[LengthFormula, Callable[[int], bool], Entry] | None:
     """Return a formula, a function that says whether it holds for a length, and an entry of one length.
 
@@ -156,12 +156,12 @@ def _formula_and_lengths(
         FixedSizeError: if there is no formula.
     """
     # the latest: all earlier ones may take another branch
-    sample = next((x for x in reversed(alike) if x.length > 1), None)
-    if len(alike) < SAMPLES or sample is None:
+    sample = next((x for x in reversed(calls) if x.length > 1), None)
+    if len(calls) < SAMPLES or sample is None:
         return None
-    holds = _record_decisions(options, sample, next(x for x in alike if x is not sample), arguments)
-    alike = [x for x in alike if holds(x.length)]
-    return (_fit_calls(alike), holds, sample.entry) if len(alike) >= SAMPLES else None
+    holds = _record_decisions(options, sample, next(x for x in calls if x is not sample), arguments)
+    calls = [x for x in calls if holds(x.length)]
+    return (_fit_calls(calls), holds, sample.entry) if len(calls) >= SAMPLES else None
 
 
 def differ_in_sizes(key: Key, other: Key) -> bool:

@@ -118,13 +118,13 @@ def _add_carried(scheduler: _Scheduler, schedules: list[Candidate], limit: float
     option = scheduler.options.across_iterations
     if option is False:
         return schedules
-    carried = [
+    candidates_that_carry = [
         scheduler.schedule(c.pass_settings._replace(across_iterations=True))
         for c in schedules
         if c.pass_settings.in_flight and c.peak_bytes <= limit
     ]
-    carried = [c for c in carried if _carries_reductions(c.graph)]
-    return carried if carried and option is True else schedules + carried
+    candidates_that_carry = [c for c in candidates_that_carry if _carries_reductions(c.graph)]
+    return candidates_that_carry if candidates_that_carry and option is True else schedules + candidates_that_carry
 
 
 def _add_early_sends(

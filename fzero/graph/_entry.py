@@ -137,12 +137,12 @@ class Entry:
             args: the call's positional arguments.
             lengths: the code that was compiled for calls of other lengths.
         """
-        tensors, captured = arguments.tensors, self.traced.constants
-        check_not_donated(captured)
+        tensors, constants = arguments.tensors, self.traced.constants
+        check_not_donated(constants)
         if self.executable is None:
             arguments.check_real()  # the device is part of an entry's key
         if self.reused_tensors:
-            check_separate(arguments, self.reused_tensors, captured)
+            check_separate(arguments, self.reused_tensors, constants)
         inputs = [x.detach() if x.requires_grad else x for x in tensors]  # under no_grad arguments may require grad
         with _torch.without_autocast():  # the graph holds the casts of the trace
             if self.executable is None:
@@ -154,7 +154,7 @@ class Entry:
                     alone=not self.is_traced,
                 )
                 self.executable = self._with_recording(lower(self.best.graph, self.options.backend, options), arguments)
-            out = self._run_graph(self.executable, [*inputs, *captured], tensors)
+            out = self._run_graph(self.executable, [*inputs, *constants], tensors)
         aliases = {id(out[i]): out[i].detach() for i in self.passthrough}  # tied results stay tied
         for i in self.passthrough:
             out[i] = aliases[id(out[i])]
@@ -191,8 +191,8 @@ class Entry:
         check_recordable(self.best.graph, arguments, step.mesh, step.name)
         params = {i for i, name in enumerate(names) if name.arg_index in step.param_argnums}
         constants = range(len(names), len(names) + len(self.traced.constants))
-        fixed = {*self.overwrites.values(), *params, *constants}
-        return RecordedStep(executable, fixed, {*self.overwrites}, self.options.recordings)
+        fixed_indices = {*self.overwrites.values(), *params, *constants}
+        return RecordedStep(executable, fixed_indices, {*self.overwrites}, self.options.recordings)
 
     def _mark_boxes_donated(self, args: tuple[Any, ...]) -> None:
         for i in self.donated_box_argnums:

@@ -57,11 +57,11 @@ class LengthFormula:
         value_lists = list(
             zip(_values_in(self.graph), storage_ids, _values_at_length(self.numbers.geometries, length), strict=True)
         )
-        changed = {
+        changed_keys = {
             k for x, k, new in value_lists if new != _tensor_geometry(x) or sizes[k] != x.untyped_storage().nbytes()
         }
-        storages = {k: memory_like(sizes[k]) for k in sizes if k in changed}
-        return {id(x): stand_in_at(x, storages[k], new) for x, k, new in value_lists if k in changed}
+        storages = {k: memory_like(sizes[k]) for k in sizes if k in changed_keys}
+        return {id(x): stand_in_at(x, storages[k], new) for x, k, new in value_lists if k in changed_keys}
 
 
 def fit_formula(graphs: Sequence[tuple[int, Graph]]) -> LengthFormula | None:

@@ -68,14 +68,14 @@ def load_replicas(
             )
         trees.append((values["params"], values["opt_state"]))
     inner = Replicas(tuple([s for _, s in trees]))
-    loaded = LocalState(
+    new_state = LocalState(
         count=count,
         inner=inner,
         anchor=shared["anchor"],
         outer_states=tuple(shared["outer"]),
         pending_sums=tuple(shared["sent"]),
     )
-    return Replicas(tuple([p for p, _ in trees])), loaded
+    return Replicas(tuple([p for p, _ in trees])), new_state
 
 
 def _replica_folder(path: StrPath, name: str) -> str:

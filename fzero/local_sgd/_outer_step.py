@@ -108,8 +108,8 @@ class OuterStep:
             if self.mix:
                 part_params = select(self._in_anchor_layout(params, masters), part)
                 new = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, part_params)
-            changed = (self._as_params(new, select(params, part)), _like_masters(new, select(masters, part)))
-            return anchor, state, self.groups.box(changed)
+            new_values = (self._as_params(new, select(params, part)), _like_masters(new, select(masters, part)))
+            return anchor, state, self.groups.box(new_values)
 
         with torch.no_grad():
             new, state, boxes = self.step.program(program)(

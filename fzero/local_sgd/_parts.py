@@ -32,8 +32,8 @@ def select(values: Any, part: frozenset[int]) -> Any:
     return tree.unflatten(structure, [x if i in part else None for i, x in enumerate(entries)])
 
 
-def merge(values: Any, changed: Any) -> Any:
-    """Return a tree with the entries of `changed` that are not None."""
+def merge(values: Any, part_values: Any) -> Any:
+    """Return a tree with the entries of `part_values` that are not None."""
     entries, structure = tree.flatten(values, is_box)
-    changed_leaves = tree.flatten(changed, is_box)[0]
+    changed_leaves = tree.flatten(part_values, is_box)[0]
     return tree.unflatten(structure, [x if y is None else y for x, y in zip(entries, changed_leaves, strict=True)])

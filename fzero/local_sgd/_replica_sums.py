@@ -44,13 +44,13 @@ def start_sum(values: Any, over: str, codec: Codec | None) -> Any:
     """
     if codec is None:
         return tree.map(lambda x: start_psum(x, over), values)
-    coded = _CodedSum([], [])
+    coded_sum = _CodedSum([], [])
     for spec_id, x in _unit_messages(values, codec):
-        encoded = encode_shard(spec_id, join_axes(unit_axes(spec_id)), x.reshape(-1))
-        for boxes, part in zip(coded, encoded, strict=True):
-            gathered, varies = start_all_gather(part, over), traced_spec(spec_id).varies
-            boxes.append(PerRank(gathered, varies) if varies else gathered)
-    return coded
+        payload = encode_shard(spec_id, join_axes(unit_axes(spec_id)), x.reshape(-1))
+        for boxes, part in zip(coded_sum, payload, strict=True):
+            pending_gather, varies = start_all_gather(part, over), traced_spec(spec_id).varies
+            boxes.append(PerRank(pending_gather, varies) if varies else pending_gather)
+    return coded_sum
 
 
 def wait_sum(pending_sum: Any, like: Any, replicas: int, codec: Codec | None) -> Any:

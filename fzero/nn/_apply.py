@@ -163,8 +163,8 @@ class Apply:
             return _call_on(module, f, state, args, kwargs)
         # Calls with equal structures leave the same values behind. A function's code stands for it: the function may
         # be made anew at each call, and hold tensors.
-        is_traced, differentiated = is_tracing(), any(map(is_differentiated, state.values()))
-        structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1], differentiated
+        is_traced, has_gradient = is_tracing(), any(map(is_differentiated, state.values()))
+        structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1], has_gradient
         is_new = not self.is_own and (is_traced or structure not in self._cache.structures)
         versions, before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)

@@ -200,7 +200,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Return the gradients of the operands, which are float8 products of the rounded gradient."""
-        a, b, *saved = ctx.saved_tensors
+        a, b, *scales = ctx.saved_tensors
         (g,), recipe, (_, needs_a, needs_b, *_) = grads, ctx.recipe.of_gradient(), ctx.needs_input_grad
         of_a = of_b = None
         if recipe.is_rowwise:
@@ -211,7 +211,7 @@ class _Product(torch.autograd.Function):
         if needs_a:
             of_a = _scaled_product(recipe, g, b.mT, g_operand, _encode(b, _VALUE_DTYPE, False).transposed)
         if needs_b:
-            a_operand = _ScaledOperand(*saved) if saved else _encode(a, _VALUE_DTYPE, False)
+            a_operand = _ScaledOperand(*scales) if scales else _encode(a, _VALUE_DTYPE, False)
             of_b = _scaled_product(recipe, g.mT, a.mT, g_operand.transposed, a_operand.transposed)
         return None, of_a, of_b, None, None, None, None
 

@@ -164,13 +164,13 @@ class _LazyLogits:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_logits_message(self.model, name))
 
-    def _error(self, what: str) -> TypeError:
-        return TypeError(_logits_message(self.model, what))
+    def _error(self, operation: str) -> TypeError:
+        return TypeError(_logits_message(self.model, operation))
 
 
-def _logits_message(model: str, what: str) -> str:
+def _logits_message(model: str, operation: str) -> str:
     return (
-        f"chunked_loss=True: {what} needs the logits of {model}, of which only the cross entropy is computed. For "
+        f"chunked_loss=True: {operation} needs the logits of {model}, of which only the cross entropy is computed. For "
         f"predictions call fzero.nn.functional without it; for another loss {_BY_HAND}"
     )
 

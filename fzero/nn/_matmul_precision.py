@@ -117,11 +117,13 @@ def read_matmul_precision(precision: Any) -> MatmulPrecision | None:
 
 def _linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """List the linear layers of a module that run their class's forward pass, by the paths of their weights."""
-    called = {id(m) for m in module.modules()}
+    called_ids = {id(m) for m in module.modules()}
     for attention in module.modules():
         if isinstance(attention, torch.nn.MultiheadAttention):  # it reads the weight of this layer, and never calls it
-            called.discard(id(attention.out_proj))
-    linear_modules = [(name, m) for name, m in module.named_modules() if id(m) in called and "forward" not in vars(m)]
+            called_ids.discard(id(attention.out_proj))
+    linear_modules = [
+        (name, m) for name, m in module.named_modules() if id(m) in called_ids and "forward" not in vars(m)
+    ]
     return {f"{name}.weight".lstrip("."): m for name, m in linear_modules if _is_linear(m) or _is_transposed(m)}
 
 

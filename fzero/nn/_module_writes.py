@@ -141,12 +141,12 @@ def record_contents(module: torch.nn.Module) -> _ModuleContents:
 
 def _stored_attributes(module: torch.nn.Module) -> dict[str, object]:
     """Return a module's attributes, except those that torch computes from its parameters at each call."""
-    generated = {
+    property_names = {
         name.removesuffix("_orig") for name, _ in module.named_parameters(recurse=False) if name.endswith("_orig")
     }
     if isinstance(module, torch.nn.RNNBase):
-        generated.add("_flat_weights")
-    return {name: x for name, x in attributes(module).items() if name not in generated}
+        property_names.add("_flat_weights")
+    return {name: x for name, x in attributes(module).items() if name not in property_names}
 
 
 def tensors_in(x: object) -> Iterator[torch.Tensor]:
@@ -216,7 +216,7 @@ def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: Lef
             "constructor, or run the module once on a batch before fzero.nn.functional(module)"
         )
     leftovers = {
-        name: [x for at, x in xs.items() if at not in before.tensors.get(name, {})]
+        name: [x for key, x in xs.items() if key not in before.tensors.get(name, {})]
         for name, xs in after.tensors.items()
     }
     leftovers |= {name: [x] for name, x in after.buffers.items() if name not in before.buffers}

@@ -115,14 +115,14 @@ def give_boxes_to_blocks(
     shared = _shared_names(module)
     boxes_of_block: dict[str, dict[str, Any]] = {}
     for spec_id, _, members in sharded_units(names, entries):
-        paths = [names[at] for at, _ in members]
+        paths = [names[position] for position, _ in members]
         block = next((b for b in blocks if all(name.startswith(f"{b}.") for name in paths)), None)
         if block is None or any(name in shared for name in paths):
             continue
-        for at, index in members:
-            boxes_of_block.setdefault(block, {})[names[at]] = entries[at]
+        for position, index in members:
+            boxes_of_block.setdefault(block, {})[names[position]] = entries[position]
             spec = traced_spec(spec_id)
-            entries[at] = torch.empty(spec.shapes[index], dtype=spec.dtype, device="meta")
+            entries[position] = torch.empty(spec.shapes[index], dtype=spec.dtype, device="meta")
     full = gather(dict(zip(names, entries, strict=True)))
     forwards: list[Any] = []
     try:

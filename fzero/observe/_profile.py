@@ -181,15 +181,15 @@ def profile(
     profiler = _run_with_profiler(lambda: _time_step(step, args, kwargs), steps)
     if trace is not None:
         profiler.export_chrome_trace(str(_rank_path(Path(trace))))
-    profiled, operations = _by_operation(profiler.events() or [], steps)
+    events, operations = _by_operation(profiler.events() or [], steps)
     f = getattr(step, "train_step", step)  # a sharded step is named after its function
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
     _run_one_by_one(step, args, kwargs)  # warm up: a first run takes longer
     return Profile(
         name,
         seconds=seconds,
-        profiled_seconds=profiled,
-        kinds=_by_kind(operations, profiled),
+        profiled_seconds=events,
+        kinds=_by_kind(operations, events),
         operations=operations,
         spans=_run_one_by_one(step, args, kwargs),
     )

@@ -154,7 +154,7 @@ class Engine:
         names, entries = list(values), list(values.values())
         in_units = set()
         for _, _, members in sharded_units(names, entries):
-            unit = self.step.gather({names[at]: entries[at] for at, _ in members})
+            unit = self.step.gather({names[position]: entries[position] for position, _ in members})
             in_units |= unit.keys()
             yield from [(name, x.cpu()) for name, x in unit.items()]
         yield from [(name, x.cpu()) for name, x in values.items() if name not in in_units]

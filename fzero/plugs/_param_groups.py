@@ -43,13 +43,13 @@ class ParamGroups:
         The moments are kept once; masks select what differs by group.
         """
         shared = self.hyperparams[0]
-        base, coupled = _make_base(self.kind, shared)
+        base, is_coupled = _make_base(self.kind, shared)
         decays = [
             self._group_optimizer(i, optim.add_decayed_weights(group["weight_decay"]))
             for i, group in enumerate(self.hyperparams)
             if group["weight_decay"]
         ]
-        links = [*decays, base] if coupled else [base, *decays]
+        links = [*decays, base] if is_coupled else [base, *decays]
         scales = [self._group_optimizer(i, optim.scale_by_learning_rate(rate)) for i, rate in enumerate(rates)]
         return optim.chain(*links, *scales)
 

@@ -158,8 +158,8 @@ def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Ba
     trainer._fzero = _TrainerState(engine, precision, args.max_grad_norm)
     shell: Any = engine.models.apply.module
     opt.step_was_skipped = False
-    for prepared in (shell, opt):  # so that accelerate neither moves nor wraps it
-        prepared._is_accelerate_prepared = True
+    for part in (shell, opt):  # so that accelerate neither moves nor wraps it
+        part._is_accelerate_prepared = True
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = shell
     for name, apply in zip(other_attributes, engine.models.other_applies, strict=True):
         setattr(trainer, name, apply.module)

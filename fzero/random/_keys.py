@@ -35,9 +35,9 @@ _FACTORS = _to_int64(0xBF58476D1CE4E5B9), _to_int64(0x94D049BB133111EB)
 _FOLD, _SPLIT, _DRAW = _to_int64(0x243F6A8885A308D3), _to_int64(0x13198A2E03707344), _to_int64(0xA4093822299F31D0)
 
 
-def _shift_right(z: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(z: torch.Tensor, count: int) -> torch.Tensor:
     """Shift to the right and fill with zeros."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    return (z >> count) & ((1 << (64 - count)) - 1)
 
 
 def _mix_number(x: torch.Tensor, number: int | torch.Tensor, second: torch.Tensor | int = 0) -> torch.Tensor:

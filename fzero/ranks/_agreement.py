@@ -145,16 +145,16 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     _check_sources(label, values, mesh)
     paths, leaves, _ = tree.flatten_with_paths(values)
     varies = leaf_axes(values, mesh.axis_names)
-    compared = [
+    compared_indices = [
         i
         for i, (x, axes) in enumerate(zip(leaves, varies, strict=True))
         if isinstance(x, torch.Tensor) and axes != mesh.axis_names and (sums is not None or not x.is_meta)
     ]
-    if not compared:
+    if not compared_indices:
         return
-    own_sums = [(checksum(leaves[i]) if sums is None else sums[i]).to(mesh.device) for i in compared]
+    own_sums = [(checksum(leaves[i]) if sums is None else sums[i]).to(mesh.device) for i in compared_indices]
     all_sums = all_gather_numbers(torch.stack(own_sums), mesh)
-    for n, i in enumerate(compared):
+    for n, i in enumerate(compared_indices):
         first: dict[tuple[int, ...], int] = {}  # coordinates along the axes of `varies[i]` -> the first rank there
         for rank in range(mesh.size):
             coordinates = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
@@ -180,9 +180,9 @@ def _check_sources(label: str, values: Any, mesh: Mesh) -> None:
         sums += [[0, 0] if source is None else [1, int(checksum(source))] for source in sources]
     if not names:
         return
-    gathered = all_gather_numbers(torch.tensor(sums, device="cpu").flatten(), mesh)
+    all_sums = all_gather_numbers(torch.tensor(sums, device="cpu").flatten(), mesh)
     for n, name in enumerate(names):
-        pairs = [numbers[2 * n : 2 * n + 2] for numbers in gathered]
+        pairs = [numbers[2 * n : 2 * n + 2] for numbers in all_sums]
         for rank, (is_known, total) in enumerate(pairs):
             if is_known and pairs[0][0] and total != pairs[0][1]:
                 raise DiffersByRankError(

@@ -363,10 +363,10 @@ class Mesh:
 
     def _varying(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return the axes of a box, None for all axes. A simulation stacks along axes in the mesh's order."""
-        ordered = tuple([name for name in self.axis_names if name in names])
-        if ordered != names:
-            raise ValueError(f"axis={names}: name the axes in the order of {self!r}, axis={ordered}")
-        return None if ordered == self.axis_names else ordered
+        sorted_names = tuple([name for name in self.axis_names if name in names])
+        if sorted_names != names:
+            raise ValueError(f"axis={names}: name the axes in the order of {self!r}, axis={sorted_names}")
+        return None if sorted_names == self.axis_names else sorted_names
 
     @api_boundary
     def local(self, batch: Tree, axis: AxisName = None) -> PerRank:

@@ -86,9 +86,9 @@ def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int 
     Raises:
         ValueError: if the size of the mesh would differ from the number of ranks.
     """
-    fixed = math.prod([size for size in axes.values() if size != -1])
-    ranks = (simulated_ranks or fixed) if world is None else world
-    shape = tuple([(name, max(ranks // fixed, 1) if size == -1 else size) for name, size in axes.items()])
+    fixed_size = math.prod([size for size in axes.values() if size != -1])
+    ranks = (simulated_ranks or fixed_size) if world is None else world
+    shape = tuple([(name, max(ranks // fixed_size, 1) if size == -1 else size) for name, size in axes.items()])
     product = math.prod([size for _, size in shape])
     if world is not None and product != world:
         raise ValueError(
@@ -96,16 +96,16 @@ def fill_shape(axes: Mapping[str, int], world: int | None, simulated_ranks: int 
         )
     if simulated_ranks is not None and world is None and product != simulated_ranks:
         raise ValueError(
-            f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by {fixed}; "
-            f"pass a multiple of {fixed}"
+            f"{_axes_text(axes)}, simulated_ranks={simulated_ranks}: {simulated_ranks} is not divisible by "
+            f"{fixed_size}; pass a multiple of {fixed_size}"
         )
     return shape
 
 
 def _shape_advice(axes: Mapping[str, int], world: int, product: int) -> str:
-    fixed = math.prod([size for size in axes.values() if size != -1])
+    fixed_size = math.prod([size for size in axes.values() if size != -1])
     if -1 in axes.values():
-        return f"{world} is not divisible by {fixed}; pass sizes whose product divides {world}"
+        return f"{world} is not divisible by {fixed_size}; pass sizes whose product divides {world}"
     rest = "the whole world" if len(axes) == 1 else "the rest of the world"
     return f"launch with torchrun --nproc-per-node {product}, or pass {next(iter(axes))}=-1 for {rest}"
 

@@ -71,10 +71,10 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
     absent = _await_ranks(store, prefix, size, timeout, patience)
     store.set(f"{prefix}/absent", str(absent[0]) if absent else "")
     if absent:
-        present = [f"{prefix}/read/{rank}" for rank in range(1, size) if rank not in absent]
+        read_keys = [f"{prefix}/read/{rank}" for rank in range(1, size) if rank not in absent]
         with contextlib.suppress(RuntimeError):  # this process may serve the store, and end
-            if present:
-                store.wait(present, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
+            if read_keys:
+                store.wait(read_keys, datetime.timedelta(seconds=patience / _SIGNS_OF_LIFE))
         raise MissingRankError(_absent_message(absent[0]))
     return prefix
 
@@ -82,14 +82,14 @@ def _as_rank_0(store: Any, size: int, timeout: float, patience: float) -> str:
 def _await_ranks(store: Any, prefix: str, size: int, timeout: float, patience: float) -> list[int]:
     """Answer every hello until all ranks have arrived or the time is over, and return the absent ranks."""
     start = time.monotonic()
-    answered: dict[int, bytes] = {}
+    answers: dict[int, bytes] = {}
     absent, now, last_arrival, next_sign, has_warned = list(range(1, size)), start, start, start, False
     while absent:
         if now >= next_sign:  # before the first answer: who waits for this rank knows that it lives
             store.set(f"{prefix}/alive", str(now))
             next_sign = now + patience / _SIGNS_OF_LIFE
         for rank in absent:
-            _answer_hello(store, rank, prefix, answered)
+            _answer_hello(store, rank, prefix, answers)
         still_absent, now = [rank for rank in absent if not store.check([f"{prefix}/arrived/{rank}"])], time.monotonic()
         absent, last_arrival = still_absent, last_arrival if len(still_absent) == len(absent) else now
         if absent and now > min(start + timeout, last_arrival + patience):
@@ -106,13 +106,13 @@ def _warn_about_absent(absent: list[int], patience: float) -> None:
     _log.warning(_NOT_HERE, names, patience / _WARNING_DIVISOR, patience)
 
 
-def _answer_hello(store: Any, rank: int, prefix: str, answered: dict[int, bytes]) -> None:
+def _answer_hello(store: Any, rank: int, prefix: str, answers: dict[int, bytes]) -> None:
     """Answer a rank's hello, if it is new. A dead rank may have sent it, and never reads the answer."""
     if store.check([f"fzero/hello/{rank}"]):
         hello = store.get(f"fzero/hello/{rank}")
-        if answered.get(rank) != hello:
+        if answers.get(rank) != hello:
             store.set(f"fzero/answer/{hello.decode()}", prefix)
-            answered[rank] = hello
+            answers[rank] = hello
 
 
 def _as_other_rank(store: Any, rank: int, patience: float) -> str:

@@ -223,10 +223,10 @@ class Spec:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of a rank's shard, in order: usually one, and two if a part of the shard lies on the host."""
         k = self.shard_numel
-        at = max(k - -(-math.ceil(self.host * k) // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS, 0)
-        if at == 0 or at == k:
-            return (Piece(0, k, "device" if at == k else "host"),)
-        return (Piece(0, at, "device"), Piece(at, k, "host"))
+        boundary = max(k - -(-math.ceil(self.host * k) // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS, 0)
+        if boundary == 0 or boundary == k:
+            return (Piece(0, k, "device" if boundary == k else "host"),)
+        return (Piece(0, boundary, "device"), Piece(boundary, k, "host"))
 
 
 _SPECS = Registry[Spec]()
@@ -336,23 +336,23 @@ def unit_index(spec_id: int, device: torch.device | None = None) -> torch.Tensor
     return axis_index(traced_spec(spec_id).axes, device=device)
 
 
-def check_sharded_for(spec_id: int, what: str, shape: Sequence[tuple[str, int]]) -> None:
+def check_sharded_for(spec_id: int, label: str, shape: Sequence[tuple[str, int]]) -> None:
     """Check that a unit was sharded for a mesh of this shape.
 
     Raises:
-        LayoutError: if the mesh has other axes, sizes, or another order. The message calls the unit `what`.
+        LayoutError: if the mesh has other axes, sizes, or another order. The message calls the unit `label`.
     """
     spec = traced_spec(spec_id)
     for pair in (*spec.sharded_over, *[(s.axis, s.size) for s in spec.split]):
         if pair not in shape:
             axes = ", ".join([f"{name}={size}" for name, size in shape])
             raise LayoutError(
-                f"{what} was sharded for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it with the "
+                f"{label} was sharded for {pair[0]}={pair[1]}, and this mesh has {axes}; gather it with the "
                 "step that sharded it, then pass it to step.partition(full, like=...) of this mesh's step"
             )
     order, names = spec.order, [name for name, _ in shape]
     if [name for name in names if name in order] != list(order):
         raise LayoutError(
-            f"{what} was sharded on a mesh with the axes {', '.join(order)} in this order, and this mesh has "
+            f"{label} was sharded on a mesh with the axes {', '.join(order)} in this order, and this mesh has "
             f"{', '.join(names)}: ranks would take each other's shards; make the mesh with the axes in the same order"
         )

@@ -41,9 +41,9 @@ class _AutocastState:
         """Restore the autocast settings of the call."""
         with ExitStack() as stack:
             for device, dtype in self.dtypes.items():
-                enabled = device in self.enabled
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+                is_enabled = device in self.enabled
+                if is_enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype, is_enabled, cache_enabled=False))
             yield
 
 
@@ -134,12 +134,12 @@ def flatten_call(
     arguments = replace_arguments(args, kwargs, distinct)
     axes = () if scope is None else (*scope.axes.each, *scope.axes.joint)
     tokens = tuple([distinct.index_of(a.token) for a in axes])
-    differentiated = tuple([is_differentiated(x) for x in distinct.tensors])
+    is_differentiable = tuple([is_differentiated(x) for x in distinct.tensors])
     return BlockCall(
         block=block,
         save=save,
         arguments=arguments,
-        differentiated=differentiated,
+        differentiated=is_differentiable,
         scope=scope,
         tokens=tokens,
         autocast=_autocast_state(),

@@ -45,9 +45,9 @@ class Vjp:
             def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_replace_at(tensors[: self.num_inputs], self.wrt, xs))
                 out = tuple([ys[i] for i in self.outputs])
-                for deferred in (self.deferred_checks or {}).values():
+                for deferred_check in (self.deferred_checks or {}).values():
                     results = {1 + i: y for i, y in zip(self.outputs, out, strict=True)}  # output 0 is not a tensor
-                    deferred.check(results, dict(zip(self.wrt, xs, strict=True)))
+                    deferred_check.check(results, dict(zip(self.wrt, xs, strict=True)))
                 return out
 
             _, vjp_fn = torch.func.vjp(partial, *[tensors[i] for i in self.wrt])  # pyright: ignore

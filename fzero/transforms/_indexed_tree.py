@@ -101,11 +101,11 @@ def replace_arguments(args: Any, kwargs: Any, distinct: DistinctTensors) -> Inde
         TypeError: if an argument holds an object that is neither a tensor, a box, nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths((args, kwargs), _is_leaf)
-    indexed = [
+    entries = [
         _argument_indices(x, distinct, tree.leaf_name("argument", path.split(".", 1)[1]))
         for path, x in zip(paths, leaves, strict=True)
     ]
-    return IndexedTree(tuple(indexed), structure)
+    return IndexedTree(tuple(entries), structure)
 
 
 def replace_result(out: Any, distinct: DistinctTensors) -> IndexedTree:
@@ -115,10 +115,10 @@ def replace_result(out: Any, distinct: DistinctTensors) -> IndexedTree:
         TypeError: if the result holds an object that is neither a tensor nor a constant.
     """
     paths, leaves, structure = tree.flatten_with_paths(out)
-    indexed = [
+    entries = [
         _argument_indices(y, distinct, tree.leaf_name("result", path)) for path, y in zip(paths, leaves, strict=True)
     ]
-    return IndexedTree(tuple(indexed), structure)
+    return IndexedTree(tuple(entries), structure)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -190,8 +190,8 @@ class RematFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(*[y for i, y in enumerate(outputs) if i not in ctx.floats])
         ctx.set_materialize_grads(False)
         ctx.save_for_forward(*tensors)
-        saved, ctx.devices = _copy_to_host(tensors, computation.offload_indices)
-        ctx.save_for_backward(*saved)
+        saved_tensors, ctx.devices = _copy_to_host(tensors, computation.offload_indices)
+        ctx.save_for_backward(*saved_tensors)
 
     @staticmethod
     def backward(ctx: Any, _: None, *grads: Any) -> Any:
@@ -200,8 +200,8 @@ class RematFunction(torch.autograd.Function):
         results: list[Any] = [None] * (ctx.first_input + ctx.num_inputs)
         if outputs and wrt:
             computation = ctx.computation.then(Vjp(ctx.num_inputs, wrt, outputs, ctx.deferred_checks))
-            saved = _reload_tensors(ctx.saved_tensors, ctx.devices)
-            gradients: Any = RematFunction.apply(computation, *saved, *[grads[i] for i in outputs])
+            saved_tensors = _reload_tensors(ctx.saved_tensors, ctx.devices)
+            gradients: Any = RematFunction.apply(computation, *saved_tensors, *[grads[i] for i in outputs])
             for i, g in zip(wrt, gradients[1:], strict=True):
                 results[ctx.first_input + i] = g
         return tuple(results)

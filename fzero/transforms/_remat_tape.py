@@ -118,15 +118,15 @@ class RandomTape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and keep its results if it draws random numbers or the filter says so."""
         kwargs = kwargs or {}
-        drawn = _draws_random(func, args, kwargs)
+        draws = _draws_random(func, args, kwargs)
         if self._storages and func._schema.is_mutable:
             self._copy_written(func, args, kwargs)
         out = func(*args, **kwargs)
-        if not drawn and not (self.save_filter is not None and not func._schema.is_mutable and self.save_filter(func)):
+        if not draws and not (self.save_filter is not None and not func._schema.is_mutable and self.save_filter(func)):
             return out
         call = _call_text(func, args, kwargs)
         if func._schema.is_mutable or _is_mask(func):  # keep a copy: later operations may write into the result too
-            self._entries.append(_TapeEntry(call, drawn, [_TapeIndex(len(self.tape))], flatten(out)[1]))
+            self._entries.append(_TapeEntry(call, draws, [_TapeIndex(len(self.tape))], flatten(out)[1]))
             self.tape.append(out.to(torch.bool) if _is_mask(func) else out.clone())
             return out
         results, structure = flatten(out[1] if _is_dropout(func) else out)
@@ -135,7 +135,7 @@ class RandomTape(TorchDispatchMode):
                 self._storages.setdefault(storage_id(x), []).append(len(self.tape))
                 results[i] = _TapeIndex(len(self.tape))
                 self.tape.append(x)
-        self._entries.append(_TapeEntry(call, drawn, results, structure))
+        self._entries.append(_TapeEntry(call, draws, results, structure))
         return out
 
     def _copy_written(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -425,11 +425,11 @@ def _raise_indivisible(options: TuneOptions, parallel_dims: Sequence[_ParallelDi
     min_ranks = min([x.ranks for x in parallel_dims])
     local = options.global_batch // min_ranks
     nearest = [f"{n * min_ranks}" for n in (local, local + 1) if n]
-    divided = f"world_size={options.world_size} ranks"
+    ranks_text = f"world_size={options.world_size} ranks"
     if min_ranks != options.world_size:
-        divided = f"the {min_ranks} data-parallel ranks that world_size={options.world_size} has at least"
+        ranks_text = f"the {min_ranks} data-parallel ranks that world_size={options.world_size} has at least"
     raise ValueError(
-        f"global_batch={options.global_batch} does not divide over {divided}: "
+        f"global_batch={options.global_batch} does not divide over {ranks_text}: "
         f"the nearest that do are {' and '.join(nearest)}"
     )
 

@@ -47,13 +47,13 @@ def text(table: "ConfigurationTable") -> str:
     return "\n".join([line.rstrip() for line in out.getvalue().splitlines()])
 
 
-def table_width(table: "ConfigurationTable", least: int) -> int:
-    """Return the number of characters in a line that shows all columns whole, at least `least`."""
+def table_width(table: "ConfigurationTable", min_width: int) -> int:
+    """Return the number of characters in a line that shows all columns whole, at least `min_width`."""
     from rich.console import Console
     from rich.measure import Measurement
 
     console = Console(width=10_000)
-    return max(Measurement.get(console, console.options, _rich_table(table)).maximum, least)
+    return max(Measurement.get(console, console.options, _rich_table(table)).maximum, min_width)
 
 
 def render(table: "ConfigurationTable") -> Any:

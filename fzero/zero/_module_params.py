@@ -38,15 +38,16 @@ def is_on_meta(module: torch.nn.Module) -> bool:
         ValueError: if some parameters are on the meta device and some have values. The message names one of each.
     """
     params = trainable_params(module)
-    absent = [name for name, p in params.items() if p.is_meta]
-    present = [name for name, p in params.items() if not p.is_meta]
-    if absent and present:
+    meta_names = [name for name, p in params.items() if p.is_meta]
+    real_names = [name for name, p in params.items() if not p.is_meta]
+    if meta_names and real_names:
         raise ValueError(
-            f"the module is partly on the meta device: {absent[0]!r} has no values, and {present[0]!r} has. step.init "
-            "keeps all weights of a module, or draws all if it has none: load or fill "
-            f'{absent[0]!r} first, or move the module to the meta device, module.to("meta"), to draw all weights anew'
+            f"the module is partly on the meta device: {meta_names[0]!r} has no values, and {real_names[0]!r} has. "
+            "step.init keeps all weights of a module, or draws all if it has none: load or fill "
+            f'{meta_names[0]!r} first, or move the module to the meta device, module.to("meta"), to draw all weights '
+            "anew"
         )
-    return bool(absent)
+    return bool(meta_names)
 
 
 @api_boundary

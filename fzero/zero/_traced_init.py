@@ -67,10 +67,10 @@ class _TracedInit:
                 args, kwargs = map_arg((n.args, n.kwargs), lambda a: env[a])  # pyright: ignore
                 env[n] = n.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
                 del args, kwargs
-            for expired in expires.get(n, ()):
-                value = env.pop(expired, None)
-                if expired in self._nodes:
-                    yield SourceLeaf(self._nodes[expired], value, owns_memory=False)
+            for expired_node in expires.get(n, ()):
+                value = env.pop(expired_node, None)
+                if expired_node in self._nodes:
+                    yield SourceLeaf(self._nodes[expired_node], value, owns_memory=False)
                 del value
 
     def _last_touches(self) -> dict[Node, list[Node]]:
@@ -133,10 +133,10 @@ def _trace_init(init: Callable[[], Any]) -> _TracedInit:
     first: dict[int, Node] = {}  # id of a leaf -> its first node: a captured tensor has a node for each path
     for i, n in zip(positions, output.args[0], strict=True):
         nodes.setdefault(first.setdefault(id(leaves[i]), n), []).append(i)
-    for n, at in nodes.items():
+    for n, index in nodes.items():
         x = n.meta["val"]
         meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        for i in at:
+        for i in index:
             leaves[i], devices[i] = meta, x.device
     return _TracedInit(leaves=leaves, devices=devices, structure=structure, _graph=graph, _nodes=nodes)
 

@@ -21,13 +21,13 @@ def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
         leaves: the leaves of a tree of full leaves.
         sharded: the same tree after `partition`, on the meta device.
     """
-    packed = [*leaves]
+    results = [*leaves]
     leaves.clear()
     paths, entries, _ = tree.flatten_with_paths(sharded, is_box)
     for spec_id, _, members in sharded_units(paths, entries):
         kinds: set[Any] = {
             (x.dtype, x.device) if isinstance(x, torch.Tensor) else None
-            for x in [packed[position] for position, _ in members]
+            for x in [results[position] for position, _ in members]
         }
         if len({index for _, index in members}) == 1 or len(kinds) > 1 or None in kinds:
             continue
@@ -38,6 +38,6 @@ def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
         for position, index in members:
             if index not in views:  # else the leaf is tied, and copied already
                 views[index] = buffer_view(buffer, spec.offsets[index], spec.shapes[index])
-                views[index].copy_(packed[position])
-            packed[position] = views[index]
-    return packed
+                views[index].copy_(results[position])
+            results[position] = views[index]
+    return results

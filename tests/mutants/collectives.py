@@ -69,7 +69,9 @@ MUTANTS = [
         ),
         Fault("internal messages have tags that users may use", "_TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),
         Fault("reduce_scatter sums whatever reduction is asked for", "reduce_scatter", dropped("A != 'sum'")),
-        Fault("wait waits for at most two messages", "wait", becomes("while A.works: ...", "for _ in range(2): ...")),
+        Fault(
+            "wait waits for at most two messages", "wait", becomes("while A.requests: ...", "for _ in range(2): ...")
+        ),
         Fault("reduce_scatter returns one rank's part without a sum", "reduce_scatter", becomes("A(B, rank)", "B[0]")),
         Fault(
             "all_gather_into fills the whole leaf from the rank's own part",

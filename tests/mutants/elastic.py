@@ -8,7 +8,7 @@ ELASTIC = ("tests/elastic/test_elastic.py",)
 MUTANTS = [
     *File("elastic/_elastic_run.py", ELASTIC).faults(
         Fault(
-            "a batch is skipped after a restart", "ElasticRun.restore", becomes("saved['step']", "saved['step'] + 1")
+            "a batch is skipped after a restart", "ElasticRun.restore", becomes("values['step']", "values['step'] + 1")
         ),
         Fault("a batch may be skipped", "ElasticRun.save", never("A != self.step + 1")),
         Fault("a process leaves before its step is kept", "ElasticRun.save", always("A % self._copy_every == 0")),

@@ -108,7 +108,7 @@ MUTANTS = [
         Fault(
             "positions are counted from the choice's expert, not from the first expert of its rank",
             "_send_order",
-            becomes("A * (B // C)", "ordered"),
+            becomes("A * (B // C)", "sorted_experts"),
         ),
         Fault("unsort_rows sends rows back unsorted", "unsort_rows", bare("B(A, A.shape[0])")),
     ),

@@ -73,7 +73,7 @@ MUTANTS = [
             "_reused_tensors",
             (swapped("is", "in"), bare("A[i]")),
         ),
-        Fault("a call does not check that captured tensors are still alive", "Entry.run", skipped("A(captured)")),
+        Fault("a call does not check that captured tensors are still alive", "Entry.run", skipped("A(constants)")),
         Fault(
             '"inductor-whole" gets graphs with in-place writes',
             "_pass_context",

@@ -39,7 +39,10 @@ MUTANTS = [
         Fault(
             "the device's piece is one element shorter",
             "Spec.pieces",
-            (becomes("A(0, B, 'device')", "A(0, B - 1, 'device')"), becomes("A(at, ...)", "A(at - 1, ...)")),
+            (
+                becomes("A(0, B, 'device')", "A(0, B - 1, 'device')"),
+                becomes("A(boundary, ...)", "A(boundary - 1, ...)"),
+            ),
         ),
         Fault("a piece may end at any element", "Spec.pieces", bare("-(-A // B) * B")),
         Fault(

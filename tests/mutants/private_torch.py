@@ -22,7 +22,7 @@ MUTANTS = [
         Fault(
             "autocast's cache stays off",
             "without_autocast_cache",
-            skipped("torch.set_autocast_cache_enabled(cached)"),
+            skipped("torch.set_autocast_cache_enabled(was_enabled)"),
         ),
     ),
     *File("_torch/tracing.py", DONATION).faults(

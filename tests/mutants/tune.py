@@ -103,7 +103,9 @@ MUTANTS = [
             becomes("n * A + B", "n * A"),
             PARALLELISM,
         ),
-        Fault("blocks of different kinds are extrapolated as one kind", "choose_depths", always("alike"), PARALLELISM),
+        Fault(
+            "blocks of different kinds are extrapolated as one kind", "choose_depths", always("is_uniform"), PARALLELISM
+        ),
         Fault("blocks that recompute by turns are extrapolated as alike", "choose_depths", always("A != B"), MODELS),
         Fault("the extrapolation is one block off", "extrapolate.at", becomes("depth - A", "depth - A + 1"), TUNE),
         Fault("an operation off its line is extrapolated", "extrapolate_line", becomes("keys - off", "keys")),

@@ -114,10 +114,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self._first = {i: names[path] for path, i in reversed(local.layout.leaf_index.items())}
         self._parts = {path: stored_names(names[path], metadata) for path in local.layout.values}
         self._read: dict[str, Any] = {}
-        theirs = {name: _describe_entry(name, x) for name, x in entries.items()}
-        ours = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.leaf_index.items()}
-        ours |= {part: "a value" for path in local.layout.values for part in self._parts[path] or [names[path]]}
-        _check_leaves(folder, theirs, ours, partial)
+        saved_texts = {name: _describe_entry(name, x) for name, x in entries.items()}
+        local_texts = {names[path]: str(local.layout.leaves[i]) for path, i in local.layout.leaf_index.items()}
+        local_texts |= {part: "a value" for path in local.layout.values for part in self._parts[path] or [names[path]]}
+        _check_leaves(folder, saved_texts, local_texts, partial)
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Do nothing: the constructor has set the planner up."""
@@ -165,16 +165,18 @@ def _describe_entry(name: str, x: Any) -> str:
     return str(Leaf(name, tuple(x.size), x.properties.dtype)) if isinstance(x, TensorStorageMetadata) else "a value"
 
 
-def _check_leaves(folder: str, theirs: dict[str, str], ours: dict[str, str], partial: bool) -> None:
+def _check_leaves(folder: str, saved_texts: dict[str, str], local_texts: dict[str, str], partial: bool) -> None:
     """Raise an error that names the first leaves that only one of two trees has, or whose shapes differ."""
     problems = []
-    for name, text in ours.items():
-        if name not in theirs:
+    for name, text in local_texts.items():
+        if name not in saved_texts:
             problems.append(f"it has no leaf {name!r} ({text})")
-        elif theirs[name] != text:
-            problems.append(f"leaf {name!r} is {theirs[name]} there, and {text} here")
+        elif saved_texts[name] != text:
+            problems.append(f"leaf {name!r} is {saved_texts[name]} there, and {text} here")
     problems += (
-        [] if partial else [f"the tree has no leaf {n!r} ({text})" for n, text in theirs.items() if n not in ours]
+        []
+        if partial
+        else [f"the tree has no leaf {n!r} ({text})" for n, text in saved_texts.items() if n not in local_texts]
     )
     if problems:
         rest_text = f"; and {len(problems) - 3} more" if problems[3:] else ""

@@ -91,7 +91,9 @@ def read(
     return result
 
 
-def _check_leaves(files: Files, stored: dict[str, StoredTensor], leaves: Sequence[NamedLeaf], partial: bool) -> None:
+def _check_leaves(
+    files: Files, stored_tensors: dict[str, StoredTensor], leaves: Sequence[NamedLeaf], partial: bool
+) -> None:
     """Check that a folder has the leaves of a tree, with their shapes.
 
     Raises:
@@ -100,14 +102,16 @@ def _check_leaves(files: Files, stored: dict[str, StoredTensor], leaves: Sequenc
     problems, used_names = list[str](), set[str]()
     for _, leaf, paths, names in leaves:
         used_names.update(names)
-        if not any(name in stored for name in names):
+        if not any(name in stored_tensors for name in names):
             as_name = "" if names[0] == paths[0] else f" for leaf {paths[0]!r}"
             problems.append(f"it has no tensor {names[0]!r}{as_name} ({leaf})")
         for path, name in zip(paths, names, strict=True):
-            if name in stored and (stored[name].shape != leaf.shape or not _can_cast(stored[name].dtype, leaf.dtype)):
-                problems.append(f"tensor {name!r} is {stored[name]} there, and leaf {path!r} is {leaf}")
-    surplus = [] if partial else [name for name in stored if name not in used_names]
-    problems += [f"the tree has no leaf for its tensor {name!r} ({stored[name]})" for name in surplus]
+            if name in stored_tensors and (
+                stored_tensors[name].shape != leaf.shape or not _can_cast(stored_tensors[name].dtype, leaf.dtype)
+            ):
+                problems.append(f"tensor {name!r} is {stored_tensors[name]} there, and leaf {path!r} is {leaf}")
+    surplus = [] if partial else [name for name in stored_tensors if name not in used_names]
+    problems += [f"the tree has no leaf for its tensor {name!r} ({stored_tensors[name]})" for name in surplus]
     if problems:
         rest_text = f"; and {len(problems) - 3} more" if problems[3:] else ""
         hint = "; give partial=True to leave tensors out" if len(surplus) == len(problems) else ""
@@ -149,15 +153,17 @@ def _local_ranges(local: LocalTree) -> Iterator[tuple[int, _FileRange]]:
                 yield piece.leaf, _FileRange(x.detach(), start + run.target_offset, run.source_offset, run.numel)
 
 
-def _read_leaves(files: Files, stored: dict[str, StoredTensor], local: LocalTree, leaves: Sequence[NamedLeaf]) -> None:
+def _read_leaves(
+    files: Files, stored_tensors: dict[str, StoredTensor], local: LocalTree, leaves: Sequence[NamedLeaf]
+) -> None:
     """Read all ranges that this process holds."""
-    names = {leaf.index: [name for name in dict.fromkeys(leaf.names) if name in stored] for leaf in leaves}
+    names = {leaf.index: [name for name in dict.fromkeys(leaf.names) if name in stored_tensors] for leaf in leaves}
     try:
         for index, part in _local_ranges(local):
             name, *rest = names[index]
-            _read_part(files, stored[name], part)
+            _read_part(files, stored_tensors[name], part)
             for other in rest:
-                if not _is_read(files, stored[other], part):
+                if not _is_read(files, stored_tensors[other], part):
                     raise CheckpointError(
                         f"{files.path!r} has different values for {name!r} and {other!r}, which are one tensor in the "
                         "tree: use a model that does not tie them"
@@ -175,15 +181,15 @@ def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
         view = view_bytes(part.tensor.view(-1)[part.start : part.start + part.numel])
         files.read_into(source.file, source.offset + part.first * part.tensor.element_size(), [view])
         return
-    for at, values in _buffers(files, source, part):
-        put_elements(part.tensor, part.start + at, values)
+    for start, values in _buffers(files, source, part):
+        put_elements(part.tensor, part.start + start, values)
 
 
 def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
     """Return whether memory and a file hold the same values."""
-    for at, values in _buffers(files, source, part):
+    for start, values in _buffers(files, source, part):
         actual = (
-            slice_elements(part.tensor, part.start + at, part.start + at + values.numel())
+            slice_elements(part.tensor, part.start + start, part.start + start + values.numel())
             .cpu()
             .resolve_conj()
             .contiguous()
@@ -199,7 +205,7 @@ def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[t
     size = source.dtype.itemsize
     step = max(_CHUNK_BYTES // max(size, part.tensor.element_size()), 1)
     buffer = torch.empty(min(step, part.numel), dtype=source.dtype, device="cpu")
-    for at in range(0, part.numel, step):
-        values = buffer[: min(step, part.numel - at)]
-        files.read_into(source.file, source.offset + (part.first + at) * size, [view_bytes(values)])
-        yield at, values
+    for start in range(0, part.numel, step):
+        values = buffer[: min(step, part.numel - start)]
+        files.read_into(source.file, source.offset + (part.first + start) * size, [view_bytes(values)])
+        yield start, values

@@ -136,11 +136,11 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for tensor, entry in entries.items():
-        stored, stop = _read_entry(name, 8 + numel, entry)
-        check(stored is not None, f"its header says of {tensor!r}: {str(entry)[:80]}")
-        assert stored is not None
-        tensors[tensor] = stored
-        spans.append((stored.offset, stop, tensor))
+        entry_tensor, stop = _read_entry(name, 8 + numel, entry)
+        check(entry_tensor is not None, f"its header says of {tensor!r}: {str(entry)[:80]}")
+        assert entry_tensor is not None
+        tensors[tensor] = entry_tensor
+        spans.append((entry_tensor.offset, stop, tensor))
     end = 8 + numel
     for start, stop, tensor in sorted(spans):  # safetensors has no gaps and no overlaps, so no two share bytes
         check(start == end, f"{tensor!r} begins at byte {start:,}, but the tensor before it ends at {end:,}")

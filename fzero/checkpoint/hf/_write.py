@@ -160,7 +160,7 @@ def _lay_out_file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) ->
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     head = len(text).to_bytes(8, "little") + text
-    tensors = {index: stored._replace(offset=stored.offset + len(head)) for index, stored in ranges}
+    tensors = {index: tensor._replace(offset=tensor.offset + len(head)) for index, tensor in ranges}
     return _SafetensorsFile(name, head, len(head) + offset, tensors)
 
 

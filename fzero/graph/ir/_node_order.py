@@ -46,11 +46,11 @@ def sort_graph(graph: Graph) -> Graph:
     for node in graph.nodes:
         stack = [node]
         while stack:
-            missing = [a for a in stack[-1].all_input_nodes if a not in order]
+            late_operands = [a for a in stack[-1].all_input_nodes if a not in order]
             if len(stack) > len(index):
                 raise RuntimeError(f"{node} needs its own result: a pass joined nodes of which one depends on another")
-            if missing:
-                stack.append(min(missing, key=index.__getitem__))
+            if late_operands:
+                stack.append(min(late_operands, key=index.__getitem__))
             else:
                 order[stack.pop()] = None
     return copy_nodes(order)

@@ -94,9 +94,9 @@ def feeding_work(graph: Graph) -> set[Node]:
 
 def flops(node: Node) -> int:
     """Count the floating-point operations of a matrix product, a convolution or attention; 0 for other nodes."""
-    cached = node.meta.get("flops", ())  # of this node, or of the node that it is a copy of
-    if cached and cached[0] is node.target:
-        return cached[1]
+    cached_flops = node.meta.get("flops", ())  # of this node, or of the node that it is a copy of
+    if cached_flops and cached_flops[0] is node.target:
+        return cached_flops[1]
     packet = getattr(node.target, "overloadpacket", None)
     packet = _ATTENTION.get(packet, packet)
     if packet not in flop_formulas():

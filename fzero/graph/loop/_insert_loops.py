@@ -157,16 +157,16 @@ def _passed_value(node: Node, representatives: dict[Node, Node]) -> Node | None:
 def _hoist_slices(graph: Graph, iteration: _TracedIteration) -> None:
     """Move the tensors that are sliced in front of the iteration; check that outside nodes use only its outputs."""
     members, outputs = set(iteration.nodes), {*[after for _, after in iteration.sums], *iteration.rows}
-    hoisted = set[Any]([n.args[0] for n in iteration.slices])
+    sliced_values = set[Any]([n.args[0] for n in iteration.slices])
     for n in reversed(iteration.nodes):
         if n not in outputs and any(u not in members for u in n.users):
             raise NotScannableError(
                 f"the value of {node_line(n) or 'an operation'} leaves the loop, and is neither a sum nor a row"
             )
-        if n in hoisted:
-            hoisted.update(n.all_input_nodes)
+        if n in sliced_values:
+            sliced_values.update(n.all_input_nodes)
     for n in iteration.nodes:
-        if n in hoisted:
+        if n in sliced_values:
             iteration.start.prepend(n)
 
 
@@ -200,9 +200,9 @@ def _add_initial_sum(graph: Graph, like: Any) -> Node:
     back = [order.index(d) for d in range(like.ndim)]
     if back == sorted(back):
         return full
-    permuted = graph.call_function(aten.permute.default, (full, back))
-    permuted.meta = {"val": full.meta["val"].permute(back)}
-    return permuted
+    transposed_full = graph.call_function(aten.permute.default, (full, back))
+    transposed_full.meta = {"val": full.meta["val"].permute(back)}
+    return transposed_full
 
 
 def _add_argument(body: Graph, node: Node) -> Node:

@@ -31,17 +31,17 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
         """Run the loop's iterations one after the other, and return the sums, the rows and the carried values."""
         sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
         rows = [torch.empty((loop.iterations, *x.shape), dtype=x.dtype, device=x.device) for x in row_stand_ins]
-        carried: list[Any] = [_pending_zeros(x.shape, x.dtype, x.device) for x in carried_stand_ins]
+        pending_values: list[Any] = [_pending_zeros(x.shape, x.dtype, x.device) for x in carried_stand_ins]
         for i in range(loop.iterations):
             iteration = torch.tensor(i, device="cpu") if first_argument.users else None
             slices = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.slices, strict=False)]
-            args = [iteration, *slices, *sums, *rest, *carried]
-            del iteration, slices, carried
+            args = [iteration, *slices, *sums, *rest, *pending_values]
+            del iteration, slices, pending_values
             out = body(args)
             _write_rows(i, rows, out[loop.sum_count : end_of_rows])
-            carried = list(out[end_of_rows:])
+            pending_values = list(out[end_of_rows:])
             del out
-        return [*sums, *rows, *carried]
+        return [*sums, *rows, *pending_values]
 
     run.__name__ = run.__qualname__ = "loop"
     return run

@@ -99,8 +99,8 @@ def _profile_region(region_graph: RegionGraph, last_uses: Callable[..., list[int
     for delta in change[:-1]:
         now += delta
         live.append(now)
-    owned = {x: n for x, n in zip(region_graph.inputs, arguments, strict=True) if not isinstance(x, int)}
-    inputs = {x: (memory.indices[n][0], stops[memory.indices[n][0]]) for x, n in owned.items()}
+    owners = {x: n for x, n in zip(region_graph.inputs, arguments, strict=True) if not isinstance(x, int)}
+    inputs = {x: (memory.indices[n][0], stops[memory.indices[n][0]]) for x, n in owners.items()}
     owned_storages = {s for s, _ in inputs.values()} | {s for s, n in enumerate(memory.producers) if not is_input(n)}
     outputs = [memory.indices[n][0] if memory.indices[n][0] in owned_storages else None for n in results]
     return _RegionMemory(live, inputs, outputs, memory.sizes)
@@ -233,7 +233,7 @@ class _RankWalk:
         self, profile: _RegionMemory, memories: dict[Any, _HeldMemory], ends: Sequence[tuple[int, int, _HeldMemory]]
     ) -> list[int]:
         """Return the live bytes at each position of a region."""
-        freed = [0] * (len(profile.live) + 1)
+        bytes_freed = [0] * (len(profile.live) + 1)
         holder_counts = Counter([id(memory) for _, _, memory in ends])
         stop: dict[int, int] = {}
         outputs = {id(memories[s]) for s in profile.outputs if s in memories}
@@ -241,10 +241,10 @@ class _RankWalk:
             stop[id(memory)] = max(stop.get(id(memory), 0), position)
         for _, _, memory in ends:
             if id(memory) in stop and holder_counts[id(memory)] == memory.holders and id(memory) not in outputs:
-                freed[min(stop.pop(id(memory)) + 1, len(profile.live))] += memory.size
+                bytes_freed[min(stop.pop(id(memory)) + 1, len(profile.live))] += memory.size
         live = []
         freed_bytes = 0
-        for region_bytes, size in zip(profile.live, freed, strict=False):
+        for region_bytes, size in zip(profile.live, bytes_freed, strict=False):
             freed_bytes += size
             live.append(self.now + region_bytes - freed_bytes)
         return live

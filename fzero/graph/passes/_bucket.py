@@ -102,13 +102,13 @@ def _coalesce_group(graph: Graph, group: Sequence[Node]) -> None:
     index_of = {n.args[0]: i for i, n in enumerate(distinct)}
     with graph.inserting_before(group[-1]):
         arguments = ([n.args[0] for n in distinct], *group[0].args[1:])
-        coalesced = graph.call_function(_COALESCED[group[0].target], arguments)  # pyright: ignore
-        coalesced.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
-        coalesced.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
+        coalesced_node = graph.call_function(_COALESCED[group[0].target], arguments)  # pyright: ignore
+        coalesced_node.meta = {**group[0].meta, "val": [n.meta["val"] for n in distinct]}
+        coalesced_node.meta["unit"] = " + ".join(n.meta.get("unit", "") for n in distinct)
         for i, node in enumerate(group):
             position = index_of[node.args[0]] if is_gather(node) else i
-            item = graph.call_function(operator.getitem, (coalesced, position))
-            item.meta = {**node.meta, "val": coalesced.meta["val"][position]}
+            item = graph.call_function(operator.getitem, (coalesced_node, position))
+            item.meta = {**node.meta, "val": coalesced_node.meta["val"][position]}
             node.replace_all_uses_with(item)
     for node in group:
         graph.erase_node(node)

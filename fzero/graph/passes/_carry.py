@@ -77,18 +77,18 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
         last.insert(0, chains)
     if not last:
         return
-    moved = [c for chains in last for c in chains]
-    totals = [items[_result_position(c, body, loop)] for c in moved]
+    carried_chains = [c for chains in last for c in chains]
+    totals = [items[_result_position(c, body, loop)] for c in carried_chains]
     for start, chains in zip(starts, last, strict=False):
         for chain in chains:
             _wait_before(start, chain, body)
     check_order(body)
     first = len(node.meta["val"])
-    values = (*node.meta["val"], *[c.source.meta["val"] for c in moved])
-    node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried_count=len(moved))}
+    values = (*node.meta["val"], *[c.source.meta["val"] for c in carried_chains])
+    node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried_count=len(carried_chains))}
     behind = [*items.values()][-1].next
     with node.graph.inserting_before(behind):
-        for i, (chain, total) in enumerate(zip(moved, totals, strict=True)):
+        for i, (chain, total) in enumerate(zip(carried_chains, totals, strict=True)):
             _wait_after(node, first + i, chain, total)
 
 
@@ -151,5 +151,5 @@ def _wait_after(node: Node, position: int, chain: _Chain, total: Node) -> None:
     for n in [chain.wait, *chain.views, chain.add]:
         source = chain.source if n is chain.wait else None
         copies[n] = graph.node_copy(n, lambda a, source=source: copies[source or a])
-    added = copies[chain.add]
-    total.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
+    sum_node = copies[chain.add]
+    total.replace_all_uses_with(sum_node, delete_user_cb=lambda user: user is not sum_node)

@@ -61,9 +61,10 @@ def _concatenated_parts(node: Node) -> Sequence[Node]:
     if not isinstance(parts, Sequence) or len(parts) < _LEAST_PARTS or not all(isinstance(x, Node) for x in parts):
         return ()
     result, values = node.meta["val"], [x.meta["val"] for x in parts if isinstance(x, Node)]
-    same = {x.shape for x in values[:-1]}, {(x.ndim, x.dtype) for x in values} == {(result.ndim, result.dtype)}
-    are_equal = len(same[0]) == 1 and same[1] and len(node.all_input_nodes) == len(parts)  # none occurs twice
-    return node.all_input_nodes if are_equal and result.is_contiguous() else ()
+    if {(x.ndim, x.dtype) for x in values} != {(result.ndim, result.dtype)} or not result.is_contiguous():
+        return ()
+    occur_once = len(node.all_input_nodes) == len(parts)
+    return node.all_input_nodes if len({x.shape for x in values[:-1]}) == 1 and occur_once else ()
 
 
 def _are_exclusive(node: Node, memory: Storages, fuses: bool) -> bool:

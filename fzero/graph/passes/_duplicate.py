@@ -7,11 +7,11 @@ from torch.fx import Graph, Node
 __all__ = ["clusters", "duplicate"]
 
 
-def clusters(uses: Sequence[Node], apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
-    """Split a sequence of uses between two consecutive uses that are `apart`."""
+def clusters(uses: Sequence[Node], are_apart: Callable[[Node, Node], bool]) -> list[list[Node]]:
+    """Split a sequence of uses between two consecutive uses that are `are_apart`."""
     groups: list[list[Node]] = []
     for use in uses:
-        if groups and not apart(groups[-1][-1], use):
+        if groups and not are_apart(groups[-1][-1], use):
             groups[-1].append(use)
         else:
             groups.append([use])

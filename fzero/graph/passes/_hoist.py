@@ -55,11 +55,11 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         parts = _parts(loop.body, constants)
         size = {w: nbytes(*node_stand_ins(w)) for w in units if w not in parts}
         total = sum(size.values())
-        hoisted = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
+        gathers_to_hoist = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
         if parts:
-            hoisted |= _scales(loop.body, constants)
-        if hoisted:
-            _move_gathers(graph, node, loop, hoisted)
+            gathers_to_hoist |= _scales(loop.body, constants)
+        if gathers_to_hoist:
+            _move_gathers(graph, node, loop, gathers_to_hoist)
     _merge_parts(graph)
     return graph
 
@@ -70,7 +70,7 @@ def _loop_nodes(graph: Graph) -> list[Node]:
 
 def _has_repeated_parts(graph: Graph) -> bool:
     """Return whether a part of a unit is gathered twice."""
-    return any(len(alike) > 1 for alike in _parts(graph, _map_constants(graph)).values())
+    return any(len(waits) > 1 for waits in _parts(graph, _map_constants(graph)).values())
 
 
 def _merge_parts(graph: Graph) -> None:
@@ -88,13 +88,13 @@ def _merge_parts(graph: Graph) -> None:
 def _parts(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """List the waits for parts of units, gathered over one axis to be gathered over the next, by the first of each."""
     units = _waits_for(parameter_gathers(graph), constants)
-    return {w: alike for w, alike in units.items() if all(only_feeds(x, is_gather) for x in alike)}
+    return {w: waits for w, waits in units.items() if all(only_feeds(x, is_gather) for x in waits)}
 
 
 def _scales(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """List the waits for the scales of codes, over all axes, by the first of each."""
     maxima = _waits_for([n for n in graph.nodes if is_maximum(n)], constants)
-    return {w: alike for w, alike in maxima.items() if not only_feeds(w, is_maximum)}
+    return {w: waits for w, waits in maxima.items() if not only_feeds(w, is_maximum)}
 
 
 def _map_constants(graph: Graph, changing_inputs: Sequence[Node] = ()) -> dict[Node, Node]:
@@ -154,9 +154,9 @@ def _body_without_gathers(body: Graph, units: dict[Node, list[Node]]) -> Graph:
     inputs = [n for n in body.nodes if is_input(n)]
     for n in inputs:
         copies[n] = out.node_copy(n, copies.__getitem__)
-    for w, alike in units.items():
+    for w, waits in units.items():
         copies[w] = out.placeholder(w.name)
-        copies |= dict.fromkeys(alike, copies[w])
+        copies |= dict.fromkeys(waits, copies[w])
         copies[w].meta = {"val": w.meta["val"], "label": w.meta.get("unit", w.name)}
     for n in body.nodes:
         if n not in copies:  # moved nodes without other users are eliminated below

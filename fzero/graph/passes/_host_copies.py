@@ -54,12 +54,12 @@ def keep_on_host(graph: Graph) -> Graph:
 
 def _gathered_values(graph: Graph) -> set[Node]:
     """List the inputs, and the values that only gather, cast or view them."""
-    gathered: set[Node] = set()
+    gathered_nodes: set[Node] = set()
     for n in graph.nodes:
         is_light = is_view(n) or is_gather(n) or is_wait(n) or n.target in CASTS
-        if is_input(n) or (is_light and n.all_input_nodes and all(a in gathered for a in n.all_input_nodes)):
-            gathered.add(n)
-    return gathered
+        if is_input(n) or (is_light and n.all_input_nodes and all(a in gathered_nodes for a in n.all_input_nodes)):
+            gathered_nodes.add(n)
+    return gathered_nodes
 
 
 def move_early(graph: Graph) -> Graph:

@@ -55,8 +55,8 @@ def regather(graph: Graph, max_reuse_bytes: float = 0) -> Graph:
             uses[wait] = []
     order = _use_order(uses, index)
     for wait in waits:
-        apart = functools.partial(_exceeds_reuse, order, max_reuse_bytes, wait)
-        for cluster in clusters(uses[wait], apart)[1:]:
+        are_apart = functools.partial(_exceeds_reuse, order, max_reuse_bytes, wait)
+        for cluster in clusters(uses[wait], are_apart)[1:]:
             duplicate(graph, [wait.all_input_nodes[0], wait], views[wait], cluster, index)
     _reload_from_host(graph)
     graph.eliminate_dead_code()

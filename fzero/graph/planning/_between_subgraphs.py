@@ -56,15 +56,15 @@ def needed_views(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -
 def exports(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
     """List for each subgraph the values that later subgraphs or the caller need."""
     subgraph_index = {n: i for i, subgraph in enumerate(subgraphs) for n in subgraph}
-    exported: list[dict[Node, None]] = [{} for _ in subgraphs]
+    exports_by_subgraph: list[dict[Node, None]] = [{} for _ in subgraphs]
     for i, subgraph in enumerate(subgraphs):
         for x in sources(operands(subgraph)):
             if x in subgraph_index and subgraph_index[x] != i:
-                exported[subgraph_index[x]][x] = None
+                exports_by_subgraph[subgraph_index[x]][x] = None
     for x in sources(results):
         if x in subgraph_index:
-            exported[subgraph_index[x]][x] = None
-    return [list(e) for e in exported]
+            exports_by_subgraph[subgraph_index[x]][x] = None
+    return [list(e) for e in exports_by_subgraph]
 
 
 def views_to(nodes: Sequence[Node], register_of: Mapping[Node, int], view_values: AbstractSet[Node]) -> list[Node]:
@@ -75,15 +75,15 @@ def views_to(nodes: Sequence[Node], register_of: Mapping[Node, int], view_values
         register_of: the registers of all values computed so far.
         view_values: the views that exist as values.
     """
-    ordered: dict[Node, None] = {}
+    views: dict[Node, None] = {}
     stack = [(n, False) for n in reversed(nodes)]
     while stack:
         n, ready = stack.pop()
-        if n in register_of or n not in view_values or n in ordered:
+        if n in register_of or n not in view_values or n in views:
             continue
         if ready:
-            ordered[n] = None
+            views[n] = None
         else:
             stack.append((n, True))
             stack += [(a, False) for a in n.all_input_nodes]
-    return list(ordered)
+    return list(views)

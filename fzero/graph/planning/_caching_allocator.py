@@ -160,19 +160,19 @@ class _Allocator:
 
 
 def simulate_allocator(
-    kept: Iterable[int], ranges: Sequence[tuple[int, int, int]], *, expandable_segments: bool
+    persistent: Iterable[int], ranges: Sequence[tuple[int, int, int]], *, expandable_segments: bool
 ) -> AllocatorPeaks:
     """Run a step twice through torch's caching allocator, and return the bytes that it takes.
 
     Args:
-        kept: the bytes of the storages that live throughout, such as the step's arguments, in the order in which
+        persistent: the bytes of the storages that live throughout, such as the step's arguments, in the order in which
             they are made.
         ranges: the other storages: the positions of a storage's first and last operation, and its bytes. Storages of
             one operation are made in their order, and freed after all of them are made.
         expandable_segments: whether segments grow, as with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
     """
     allocator = _Allocator(expandable_segments)
-    for size in kept:
+    for size in persistent:
         if size:
             allocator.allocate(size)
     allocated_at: dict[int, list[int]] = {}

@@ -23,11 +23,11 @@ def infer_units(graph: Graph, loop_weights: Mapping[Node, str] | None = None) ->
         graph: a scheduled graph, or the body of a loop.
         loop_weights: for a body, its arguments that hold parameters, and their units.
     """
-    weights, applied = _unit_weights(graph, loop_weights or {})
+    weights, unit_of_node = _unit_weights(graph, loop_weights or {})
     units: dict[Node, str] = {}
     for n in graph.nodes:
         if is_collective(n) and n.meta.get("unit") == METRIC and _moves_values(n):
-            unit = _nearest_unit(n, applied)
+            unit = _nearest_unit(n, unit_of_node)
             if unit:
                 units[n] = unit
         elif loop := node_loop(n):
@@ -47,7 +47,7 @@ def _moves_values(node: Node) -> bool:
 def _unit_weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict[Node, str], dict[Node, str]]:
     """Return the unit of each node that holds only parameters, and of each node that applies a parameter to a value."""
     weights = dict(known_weights)
-    applied = dict[Node, str]()
+    unit_of_node = dict[Node, str]()
     for n in graph.nodes:
         inputs = n.all_input_nodes
         units = [weights[a] for a in inputs if a in weights]
@@ -57,8 +57,8 @@ def _unit_weights(graph: Graph, known_weights: Mapping[Node, str]) -> tuple[dict
             unit = n.meta.get("unit", METRIC)  # a gather has a unit, and each part of a bucket has its own
             weights[n] = units[0] if unit == METRIC else unit
         elif units:
-            applied[n] = units[0]
-    return weights, applied
+            unit_of_node[n] = units[0]
+    return weights, unit_of_node
 
 
 def _parameter_unit(node: Node) -> dict[Node, str]:
@@ -68,7 +68,7 @@ def _parameter_unit(node: Node) -> dict[Node, str]:
     return {node: default_units(match[2], node.meta["val"]) if match[1] == "leaf" else match[2]}
 
 
-def _nearest_unit(node: Node, applied: Mapping[Node, str]) -> str:
+def _nearest_unit(node: Node, unit_of_node: Mapping[Node, str]) -> str:
     """Search outward from a node in both directions; return the unit of the first node that applies a parameter."""
     before, after, visited = [node], [node], {node}
     while before or after:
@@ -76,6 +76,6 @@ def _nearest_unit(node: Node, applied: Mapping[Node, str]) -> str:
         after = [m for n in after for m in n.users if m not in visited]
         visited.update(before, after)
         for n in [*after, *before]:
-            if n in applied:
-                return applied[n]
+            if n in unit_of_node:
+                return unit_of_node[n]
     return ""

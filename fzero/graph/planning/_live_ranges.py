@@ -80,7 +80,7 @@ def live_ranges(graph: Graph) -> list[Range]:
     memory, kinds = storages(graph), storage_kinds(graph)
     unlabeled = _unlabeled_ranges(list(graph.nodes), memory)
     leaves_in = Counter([s for n in graph.nodes if is_input(n) for s in memory.indices[n]])
-    labeled = [
+    labeled_ranges = [
         r._replace(
             kind=node.meta.get("kind", "inputs"), label=_argument_label(node, leaves_in[memory.indices[node][0]] - 1)
         )
@@ -88,7 +88,7 @@ def live_ranges(graph: Graph) -> list[Range]:
         else r._replace(kind=kinds[node], label=_node_label(node))
         for node, r in zip(memory.producers, unlabeled, strict=False)
     ]
-    return unlabeled[len(labeled) :] + labeled
+    return unlabeled[len(labeled_ranges) :] + labeled_ranges
 
 
 def device_live_bytes(
@@ -116,8 +116,8 @@ def _unlabeled_ranges(order: Sequence[Node], memory: Storages, scalars: Set[Node
             node_storages = memory.indices[node]
             for s in node_storages[len(node_storages) - loop.carried_count :]:  # the last iteration has counted them
                 starts[s] += 1
-    fused = unstored_values(order, scalars, memory.on_host)
-    sizes = [0 if n in fused else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
+    unstored = unstored_values(order, scalars, memory.on_host)
+    sizes = [0 if n in unstored else size for n, size in zip(memory.producers, memory.sizes, strict=True)]
     ranges = [
         Range(
             start=start,
@@ -237,14 +237,14 @@ def _other_micro_batches(loop: Loop, ranges: Sequence[Range]) -> list[Range]:
     nodes = list(loop.body.nodes)
     live = live_bytes(ranges, len(nodes))
     peaks = peak_by_region(loop, _body_last_uses)
-    added: list[Range] = []
+    extra_ranges: list[Range] = []
     for region, positions in region_positions(nodes).items():
         size = peaks.get(region, 0) - max([live[i] for i in positions], default=0)
         if size > 0:
-            added.append(
+            extra_ranges.append(
                 Range(start=positions[0], stop=positions[-1], bytes=size, kind="activations", label=_IN_FLIGHT)
             )
-    return added
+    return extra_ranges
 
 
 def _clipped_to_iteration(loop: Loop, ranges: Iterable[Range]) -> list[Range]:

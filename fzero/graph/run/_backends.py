@@ -83,18 +83,20 @@ def _full_graph(graph: Graph, options: LoweringOptions) -> Executable:
     """
     stand_ins = [n.meta["val"] for n in graph.nodes if is_input(n)]
     outputs = [n.meta["val"] if isinstance(n, Node) else None for n in graph_results(graph)]
-    compiled = attempt(lambda: compile_graph(graph, stand_ins, outputs, "the whole step"))
-    refusals = all_refusals({"whole": compiled} if isinstance(compiled, Refusal) else {}, options.agreement_mesh)
+    compiled_graph = attempt(lambda: compile_graph(graph, stand_ins, outputs, "the whole step"))
+    refusals = all_refusals(
+        {"whole": compiled_graph} if isinstance(compiled_graph, Refusal) else {}, options.agreement_mesh
+    )
     notify([*refusals.values()], options.mesh, options.strict)
-    if refusals or isinstance(compiled, Refusal):
+    if refusals or isinstance(compiled_graph, Refusal):
         return make_operations_executable(graph)
 
     def run(args: list[Any]) -> Sequence[Any]:
         if (note := current_recorder()) is not None:
-            return record_time(note, COMPILED, *segment_source(graph), lambda: compiled(args))
-        return run_marked(compiled, args) if is_profiling() else compiled(args)
+            return record_time(note, COMPILED, *segment_source(graph), lambda: compiled_graph(args))
+        return run_marked(compiled_graph, args) if is_profiling() else compiled_graph(args)
 
-    return Executable(run, compiled=compiled)
+    return Executable(run, compiled=compiled_graph)
 
 
 def _piecewise(graph: Graph, options: LoweringOptions) -> Executable:

@@ -43,14 +43,14 @@ def _with_traced_layouts(function: GraphFunction, graph: Graph, stand_ins: Seque
         graph: the segment.
         stand_ins: stand-ins of its arguments.
     """
-    mismatched: list[int] | None = None
+    mismatch_indices: list[int] | None = None
 
     def run(args: list[Any]) -> Sequence[Any]:
-        nonlocal mismatched
-        if mismatched is None:
-            mismatched = _mismatches(args, stand_ins)
-            _check_not_written(graph, mismatched)
-        for i in mismatched:
+        nonlocal mismatch_indices
+        if mismatch_indices is None:
+            mismatch_indices = _mismatches(args, stand_ins)
+            _check_not_written(graph, mismatch_indices)
+        for i in mismatch_indices:
             like = stand_ins[i]
             memory = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[i].device)
             args[i] = memory.copy_(args[i])
@@ -64,7 +64,7 @@ def _mismatches(args: Sequence[Any], stand_ins: Sequence[Any]) -> list[int]:
     return [i for i, (x, like) in pairs if isinstance(like, torch.Tensor) and not have_equal_strides(x, like)]
 
 
-def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
+def _check_not_written(graph: Graph, mismatch_indices: Sequence[int]) -> None:
     """Check that the segment writes into no argument that is copied.
 
     Raises:
@@ -72,7 +72,7 @@ def _check_not_written(graph: Graph, mismatched: Sequence[int]) -> None:
     """
     inputs = [n for n in graph.nodes if is_input(n)]
     overwritten: set[Node] = {resolve_alias(n.all_input_nodes[0]) for n in graph.nodes if n.target is COPY}
-    if any(inputs[i] in overwritten for i in mismatched):
+    if any(inputs[i] in overwritten for i in mismatch_indices):
         raise RuntimeError(
             "fzero.jit: the memory layout of an argument that the step writes into differs from the traced layout; "
             'please report this. backend="fx" runs without a compiler'
@@ -220,9 +220,9 @@ class _CompiledInstruction(NamedTuple):
     origin: Graph | str | None
 
 
-def make_segments_executable(program: Program, compiled: Mapping[str, GraphFunction]) -> Executable:
+def make_segments_executable(program: Program, functions: Mapping[str, GraphFunction]) -> Executable:
     """Make an executable of a program. Segments without a compiled function run operation by operation."""
-    instructions = [_compiled_instruction(x, compiled) for x in program.instructions]
+    instructions = [_compiled_instruction(x, functions) for x in program.instructions]
 
     def run(args: list[Any]) -> Sequence[Any]:
         """Run the instructions on a call's arguments, and free each register after its last use."""
@@ -252,13 +252,13 @@ def make_segments_executable(program: Program, compiled: Mapping[str, GraphFunct
         return [None if i is None else registers[i] for i in program.results]
 
     names = [segment_name(x.key) for x in program.segments()]
-    return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*compiled}))
+    return Executable(run, len(names), len({*names}), uncompiled=len({*names} - {*functions}))
 
 
-def _compiled_instruction(x: Any, compiled: Mapping[str, GraphFunction]) -> _CompiledInstruction:
+def _compiled_instruction(x: Any, functions: Mapping[str, GraphFunction]) -> _CompiledInstruction:
     """Return how an instruction runs: a segment by its compiled code if there is any, a loop by its programs."""
     if isinstance(x, Segment):
-        code = None if x.scalars else compiled.get(segment_name(x.key))
+        code = None if x.scalars else functions.get(segment_name(x.key))
         return _CompiledInstruction(
             is_segment=True,
             f=make_operations_executable(x.graph) if code is None else _with_traced_layouts(code, x.graph, x.stand_ins),
@@ -268,7 +268,7 @@ def _compiled_instruction(x: Any, compiled: Mapping[str, GraphFunction]) -> _Com
             origin=None if code is None else x.graph,
         )
     if isinstance(x.target, LoopProgram):
-        bodies = [make_segments_executable(program, compiled) for program in x.target.programs]
+        bodies = [make_segments_executable(program, functions) for program in x.target.programs]
         f, origin = x.target.make_function(bodies), None
     else:
         f, origin = _REPLACEMENTS.get(x.target, x.target), x.line

@@ -73,8 +73,8 @@ class Lengths:
             for i, (s, t) in enumerate(zip(self.first, shapes, strict=True))
             for d, (a, b) in _size_pairs(s, t)
         ]
-        changed = [(i, d, a, b) for i, d, a, b in size_pairs if a != b]
-        dims, pairs = frozenset((i, d) for i, d, *_ in changed), {(a, b) for *_, a, b in changed}
+        changes = [(i, d, a, b) for i, d, a, b in size_pairs if a != b]
+        dims, pairs = frozenset((i, d) for i, d, *_ in changes), {(a, b) for *_, a, b in changes}
         if len(pairs) != 1 or (self.dims is not None and dims != self.dims):
             return None
         ((before, now),) = pairs
@@ -87,12 +87,12 @@ class Lengths:
     def choose_template(self, code: Code, length: int) -> Template | None:
         """Return a template of a segment at this length: a compiled template if one fits, else a new one, else None."""
         structure, numbers = segment_structure(code), segment_integers(code)
-        compiled = self.templates.get(structure, [])
-        for template, _, holds in compiled:
+        candidates = self.templates.get(structure, [])
+        for template, _, holds in candidates:
             if template.is_at(numbers, length) and holds(length):
                 return template
         # the compiled ones hold for other lengths only
-        tried = self.refused_names | {template.name for template, *_ in compiled}
+        tried = self.refused_names | {template.name for template, *_ in candidates}
         samples = [s for s in self.samples.get(structure, ()) if s.length != length]
         for sample in samples:
             rest = [s for s in samples if s.length != sample.length]

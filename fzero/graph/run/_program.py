@@ -139,16 +139,16 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     view_values = needed_views(subgraphs, values) | parts
     register_of = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     instructions: list[_SingleOperation | Segment] = []
-    for subgraph, exported in zip(subgraphs, exports(subgraphs, values), strict=True):
+    for subgraph, output_nodes in zip(subgraphs, exports(subgraphs, values), strict=True):
         single = runs_alone(subgraph[0])
         operand_nodes = subgraph[0].all_input_nodes if single else sources(operands(subgraph), parts)
         # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
         loop_items = list(subgraph[0].users) if node_loop(subgraph[0]) else []
         singles = [*views_to(operand_nodes, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]
         instructions += [_single_operation(node, register_of) for node in singles]
-        compiled = None if single else make_segment(subgraph, exported, register_of, parts, scalars)
-        if compiled is not None:
-            instructions.append(compiled)
+        segment = None if single else make_segment(subgraph, output_nodes, register_of, parts, scalars)
+        if segment is not None:
+            instructions.append(segment)
     instructions += [_single_operation(node, register_of) for node in views_to(values, register_of, view_values)]
     inputs = {register_of[n] for n in graph.nodes if is_input(n)} - {*owned}
     result_registers = [None if x is None else register_of[x] for x in result_values]

@@ -142,9 +142,9 @@ def _copy_views(node: Node, graph: Graph, copies: dict[Node, Node]) -> None:
     todo = [node]
     while todo:
         n = todo[-1]
-        missing = [] if n in copies else [a for a in n.all_input_nodes if a not in copies]
-        if missing:
-            todo += missing
+        uncopied = [] if n in copies else [a for a in n.all_input_nodes if a not in copies]
+        if uncopied:
+            todo += uncopied
             continue
         if n not in copies:
             copies[n] = graph.node_copy(n, copies.__getitem__)

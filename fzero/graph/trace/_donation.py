@@ -16,20 +16,20 @@ __all__ = ["check_separate", "match_results"]
 _RELEASE_SECONDS = 0.2
 
 
-def check_separate(arguments: Arguments, donated: Sequence[int], captured: Sequence[Any]) -> None:
+def check_separate(arguments: Arguments, donated: Sequence[int], constants: Sequence[Any]) -> None:
     """Check that a write into a donated tensor changes no other tensor.
 
     Args:
         arguments: the arguments of the call.
         donated: the indices of the donated tensors.
-        captured: the tensors and other values that the step captures.
+        constants: the tensors and other values that the step captures.
 
     Raises:
         ValueError: if a donated tensor was made under inference mode, or shares memory with another argument or a
             captured tensor. Also if a view, its base, `.detach()`, `.numpy()` or an autograd graph of it lives
             elsewhere. The message names the tensor.
     """
-    tensors = [*arguments.tensors, *[x for x in captured if isinstance(x, torch.Tensor)]]
+    tensors = [*arguments.tensors, *[x for x in constants if isinstance(x, torch.Tensor)]]
     if not torch.is_inference_mode_enabled():
         _check_writable(arguments, donated)
     _check_apart(arguments, tensors, donated)
@@ -123,20 +123,20 @@ def match_results(
     results = list_leaf_names(out)
     single = not isinstance(out, tuple)
     matches: dict[int, int] = {}
-    occupied: dict[int, int] = {}  # tensor -> id of the value that is written into it
+    value_in_tensor: dict[int, int] = {}  # tensor -> id of the value that is written into it
     for k, (name, x) in enumerate(zip(results, leaves, strict=True)):
         i = by_path.get((("0." + name.path).rstrip(".") if single else name.path, name.space))
-        if i is not None and _is_alike(x, tensors[i]) and occupied.setdefault(i, id(x)) == id(x):
+        if i is not None and _is_alike(x, tensors[i]) and value_in_tensor.setdefault(i, id(x)) == id(x):
             matches[k] = i
     values = {id(leaves[k]) for k in matches}
     for k, x in enumerate(leaves):
         if k not in matches and id(x) not in values:
             candidates = [
-                i for i in sorted(free - occupied.keys()) if arguments.tensor_names[i].space == results[k].space
+                i for i in sorted(free - value_in_tensor.keys()) if arguments.tensor_names[i].space == results[k].space
             ]
             i = next((i for i in candidates if _is_alike(x, tensors[i])), None)
             if i is not None:
-                matches[k], occupied[i] = i, id(x)
+                matches[k], value_in_tensor[i] = i, id(x)
     return matches
 
 

@@ -65,14 +65,14 @@ def _cast_operand(node: Node) -> Node | None:
     return node.all_input_nodes[0] if is_plain_cast else None
 
 
-def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return whether `wide` is another dtype than `narrow` and represents all its numbers.
+def _holds_all(target: torch.dtype, source: torch.dtype) -> bool:
+    """Return whether `target` is another dtype than `source` and represents all its numbers.
 
     Torch promotes no float8, so a cast to float32 and back stays there.
     """
-    if not (wide.is_floating_point and narrow.is_floating_point) or min(wide.itemsize, narrow.itemsize) == 1:
+    if not (target.is_floating_point and source.is_floating_point) or min(target.itemsize, source.itemsize) == 1:
         return False
-    return torch.promote_types(wide, narrow) == wide and wide != narrow
+    return torch.promote_types(target, source) == target and target != source
 
 
 _LARGE_BYTES = 1 << 20  # larger captured tensors cause a warning
@@ -194,9 +194,9 @@ def _place_constants(gm: GraphModule) -> None:
             name = f"{node.target}_on_{device}".replace(":", "_")
             setattr(gm, name, value.to(device))
             with gm.graph.inserting_before(node):
-                placed = gm.graph.get_attr(name)
-            placed.meta = dict(copy.meta)
-            copy.replace_all_uses_with(placed)
+                constant_node = gm.graph.get_attr(name)
+            constant_node.meta = dict(copy.meta)
+            copy.replace_all_uses_with(constant_node)
             gm.graph.erase_node(copy)
 
 

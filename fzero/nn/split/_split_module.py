@@ -208,8 +208,8 @@ class _SplitModule:
     def _run_block(
         self, index: int, params: NamedTensors, constants: NamedTensors, x: torch.Tensor, arguments: BlockArguments
     ) -> torch.Tensor:
-        out, written = arguments.call(partial(self.blocks[index], params, constants), x)
-        _check_constants(constants, written, f"{self.names[index]}.")
+        out, written_buffers = arguments.call(partial(self.blocks[index], params, constants), x)
+        _check_constants(constants, written_buffers, f"{self.names[index]}.")
         return _one_tensor(out, self.names[index], self._cache.output_kind)
 
 

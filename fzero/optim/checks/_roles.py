@@ -53,9 +53,9 @@ def mark_state(old: Any, new: Any) -> None:
     """Note the tensors of an update's new state, and those of its old state that the new one does not hold."""
     if _current_marks() is None:
         return
-    present = {id(x) for x in tree.tensors(new)}
+    tensor_ids = {id(x) for x in tree.tensors(new)}
     mark_role(new, "state")
-    mark_role([x for x in tree.tensors(old) if id(x) not in present], "old state")
+    mark_role([x for x in tree.tensors(old) if id(x) not in tensor_ids], "old state")
 
 
 def role_of(values: Any) -> _Role | None:
@@ -64,9 +64,9 @@ def role_of(values: Any) -> _Role | None:
     if not marks:
         return None
     for x in tree.tensors(values):
-        mark = marks.get(id(x))
-        if mark is not None and mark[0]() is x and mark[1] == version_key(x):
-            return mark[2]
+        role = marks.get(id(x))
+        if role is not None and role[0]() is x and role[1] == version_key(x):
+            return role[2]
     return None
 
 

@@ -155,27 +155,27 @@ def check_updates(params: Tree, updates: Tree) -> None:
         )
 
 
-def _first_shape_mismatch(values: Tree, others: Tree) -> tuple[str, list[int], list[int]] | None:
+def _first_shape_mismatch(values: Tree, other_values: Tree) -> tuple[str, list[int], list[int]] | None:
     """Return the path and both shapes of the first pair of leaves or shards whose shapes differ.
 
     Raises:
         ValueError: if the trees differ in structure, or only one has a box at a path.
     """
-    if _have_same_shapes(values, others):
+    if _have_same_shapes(values, other_values):
         return None
     entries = tree.flatten(values, is_box)[0]
-    for i, (x, y) in enumerate(zip(entries, tree.leaves_up_to(values, others, is_box), strict=True)):
+    for i, (x, y) in enumerate(zip(entries, tree.leaves_up_to(values, other_values, is_box), strict=True)):
         if is_box(x) and isinstance(y, torch.Tensor):
-            raise tree.structure_error(values, others)
+            raise tree.structure_error(values, other_values)
         shapes = _full_shape(x), _full_shape(y)
         if shapes[0] != shapes[1] and None not in shapes:
             return tree.flatten_with_paths(values, is_box)[0][i], [*(shapes[0] or ())], [*(shapes[1] or ())]
     return None
 
 
-def _have_same_shapes(values: Tree, others: Tree) -> bool:
+def _have_same_shapes(values: Tree, other_values: Tree) -> bool:
     """Return whether the trees have one structure, boxes included, and equal shapes: nearly always, and quickly."""
-    (xs, structure), (ys, other_structure) = tree.flatten(values), tree.flatten(others)
+    (xs, structure), (ys, other_structure) = tree.flatten(values), tree.flatten(other_values)
     if structure != other_structure:
         return False
     pairs = zip(xs, ys, strict=True)

@@ -66,9 +66,9 @@ def maxima_at_borders(f: Any, units: Sequence[MomentUnit]) -> list[torch.Tensor 
         spec = traced_spec(unit.grad.spec_id)
         if spec.ranks > 1:
             groups.setdefault((spec.axes, spec.varies, unit.scales.dtype), {})[i] = _own_maxima_at_borders(f, unit)
-    for (axes, *_), own in groups.items():
-        gathered = all_gather(torch.cat(list(own.values())), axes, dim=-1)  # [units m, 2 N]
-        for i, x in zip(own, gathered.split([len(x) for x in own.values()]), strict=True):
+    for (axes, *_), own_maxima in groups.items():
+        all_maxima = all_gather(torch.cat(list(own_maxima.values())), axes, dim=-1)  # [units m, 2 N]
+        for i, x in zip(own_maxima, all_maxima.split([len(x) for x in own_maxima.values()]), strict=True):
             out[i] = x
     return out
 
@@ -79,17 +79,17 @@ def _own_maxima_at_borders(f: Any, unit: MomentUnit) -> torch.Tensor:
     k = traced_spec(unit.grad.spec_id).shard_numel
     if not k:
         return torch.full_like(unit.scales[:, :2], -math.inf)
-    at, index = element.flatten().clamp(max=k - 1), block.repeat_interleave(element.shape[1])
+    element_index, block_index = element.flatten().clamp(max=k - 1), block.repeat_interleave(element.shape[1])
 
     def part(x: Any) -> Any:
-        return x.index_select(0, at) if isinstance(x, torch.Tensor) and x.ndim else x
+        return x.index_select(0, element_index) if isinstance(x, torch.Tensor) and x.ndim else x
 
     old = [
-        decode(part(m.codes.data), s.index_select(0, index), m.table)
+        decode(part(m.codes.data), s.index_select(0, block_index), m.table)
         for m, s in zip(unit.moments, unit.scales, strict=True)
     ]
     _, *new = f(part(unit.grad.data), *old, *map(part, unit.rest))
-    sizes = torch.stack([unit.blocks.magnitudes(x, index).view(element.shape) for x in new])
+    sizes = torch.stack([unit.blocks.magnitudes(x, block_index).view(element.shape) for x in new])
     return torch.where(element < k, sizes, -math.inf).amax(-1)
 
 

@@ -212,13 +212,13 @@ def map_moments(
         if not isinstance(g, torch.Tensor | Shard):
             continue
         halves = zip(other_entries[: len(parts) : 2], other_entries[1 : len(parts) : 2], tables[g.device], strict=True)
-        stored, own_rest = [StoredMoments(*half) for half in halves], other_entries[len(parts) :]
+        stored_moments, own_rest = [StoredMoments(*half) for half in halves], other_entries[len(parts) :]
         if isinstance(g, Shard):
-            units.append(moment_unit(position, g, stored, own_rest))
+            units.append(moment_unit(position, g, stored_moments, own_rest))
             continue
         key = tuple([tree.identity(x) for x in (g, *other_entries)])
         if key not in leaves:
-            leaves[key] = _update_leaf(f, g, stored, own_rest)
+            leaves[key] = _update_leaf(f, g, stored_moments, own_rest)
         rows[position] = leaves[key]
     for position, row in _update_units(f, units):
         rows[position] = row

@@ -18,5 +18,5 @@ def round_at_random(x: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     """
     largest = torch.finfo(torch.bfloat16).max
     bits = view_bits(x.clamp(-largest, largest).contiguous(), torch.int32)
-    carried = bits + (random_bits & 0xFFFF)
-    return view_bits(carried & -0x10000, torch.float32).to(torch.bfloat16)
+    sum_bits = bits + (random_bits & 0xFFFF)
+    return view_bits(sum_bits & -0x10000, torch.float32).to(torch.bfloat16)

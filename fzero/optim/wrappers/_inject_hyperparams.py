@@ -71,7 +71,7 @@ def inject_hyperparams(
         settings = signature.bind(*args, **kwargs)
         settings.apply_defaults()
         dynamic = {k: v for k, v in settings.arguments.items() if k not in static}
-        injected = _InjectedOptimizer(
+        injected_optimizer = _InjectedOptimizer(
             factory,
             signature,
             args,
@@ -80,8 +80,10 @@ def inject_hyperparams(
             schedules={k: v for k, v in dynamic.items() if callable(v)},
         )
         # the numbers are not yet tensors, so that `factory` checks them
-        opt = injected.optimizer_with(injected.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu")))
-        return wrap_optimizers(injected.init, injected.update, opt)
+        opt = injected_optimizer.optimizer_with(
+            injected_optimizer.scheduled_at(torch.zeros((), dtype=torch.int64, device="cpu"))
+        )
+        return wrap_optimizers(injected_optimizer.init, injected_optimizer.update, opt)
 
     return optimizer_factory(make, f"inject_hyperparams({function_name(factory)})")
 

@@ -126,8 +126,8 @@ def _over_heads(qkv: Qkv, options: AttentionOptions, axis: str, n: int) -> torch
     if documents is not None:
         documents = from_rank_order(all_gather(documents, axis, dim=-1), n, -1)
     if sinks is not None:  # those of this rank's heads
-        own, by_rank = bound_axis(axis), sinks.unflatten(-1, (n, heads // n))
-        is_own = torch.arange(n, device=q.device) == index_on(q.device, own.token, own.binding)
+        own_axis, by_rank = bound_axis(axis), sinks.unflatten(-1, (n, heads // n))
+        is_own = torch.arange(n, device=q.device) == index_on(q.device, own_axis.token, own_axis.binding)
         sinks = torch.where(is_own.unsqueeze(-1), by_rank, 0.0).sum(-2)
     y = _attend_locally(
         Qkv(q=all_tokens(q), k=all_tokens(k), v=all_tokens(v), sinks=sinks, documents=documents), options
@@ -140,10 +140,10 @@ def _attend_locally(qkv: Qkv, options: AttentionOptions) -> torch.Tensor:
     q, k, v, sinks, documents = qkv
     if sinks is not None or documents is not None or options.window is not None or options.softcap is not None:
         return ring_attention(NO_AXIS, options, qkv)
-    lead, grouped = q.shape[:_HEADS], q.shape[_HEADS] != k.shape[_HEADS]
+    lead, has_groups = q.shape[:_HEADS], q.shape[_HEADS] != k.shape[_HEADS]
     # the fused kernels take four dimensions
     q, k, v = (x.reshape(lead.numel(), *x.shape[_HEADS:]) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, scale=options.scale, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, scale=options.scale, enable_gqa=has_groups)
     return y.reshape(*lead, *y.shape[1:])
 
 

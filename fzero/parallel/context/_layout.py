@@ -153,9 +153,11 @@ def positions(tokens: int, axis: str = "cp", *, device: torch.device | str | Non
             f"tokens={tokens!r}: expected an even int, since each rank holds two equal parts of a sequence, as "
             "fzero.parallel.context.split makes them"
         )
-    own = bound_axis(axis) if bound else NO_AXIS
+    own_axis = bound_axis(axis) if bound else NO_AXIS
     check_tokens_split(axis, tokens)
-    return compute_positions(index_on(torch.device(device or "cpu"), own.token, own.binding), own.size, tokens)
+    return compute_positions(
+        index_on(torch.device(device or "cpu"), own_axis.token, own_axis.binding), own_axis.size, tokens
+    )
 
 
 @api_boundary
@@ -272,8 +274,8 @@ def split(
             lambda path, x: _rank_part(x, rank, ranks, _value_at_path(dims, path)), padded, is_box
         )
 
-    divided = [] if is_loaded else [sizes[n] for n in sample_axes]
-    tree.map_with_path(lambda path, x: _check_samples(path, x, divided, mesh), padded, is_box)
+    divisors = [] if is_loaded else [sizes[n] for n in sample_axes]
+    tree.map_with_path(lambda path, x: _check_samples(path, x, divisors, mesh), padded, is_box)
     box = mesh.local(part, axes)
     return PerRank(box.value, box.axes, BatchSplit(sample_axes, (axis, ranks)))
 
@@ -327,10 +329,10 @@ def _rank_part(x: torch.Tensor, rank: _RankIndices, ranks: int, dim: int | None)
     if not x.ndim:
         return x
     count = len(x) // rank.samples
-    own = x.narrow(0, rank.sample * count, count)
+    rank_samples = x.narrow(0, rank.sample * count, count)
     if dim is None or ranks == 1:
-        return own
-    halves = own.chunk(2 * ranks, dim)
+        return rank_samples
+    halves = rank_samples.chunk(2 * ranks, dim)
     return torch.cat([halves[rank.token], halves[2 * ranks - 1 - rank.token]], dim)
 
 

@@ -99,18 +99,18 @@ def rope_types(module: Any) -> set[Any]:
     return set(types.values()) if isinstance(types, dict) else {types}
 
 
-def install(copied: torch.nn.Module, context: ContextAxis) -> None:
+def install(model_copy: torch.nn.Module, context: ContextAxis) -> None:
     """Make a copy of a model attend across the ranks of an axis, and number its tokens."""
     from transformers import AttentionInterface
 
     name = f"{_INSTALLED}{context.axis}"
     AttentionInterface.register(name, partial(_attend, context))
-    copied.set_attn_implementation(name)  # type: ignore[operator]
-    replace_convolutions(copied, split_convolution(context.name, context.axis))
-    for module in copied.modules():
+    model_copy.set_attn_implementation(name)  # type: ignore[operator]
+    replace_convolutions(model_copy, split_convolution(context.name, context.axis))
+    for module in model_copy.modules():
         if "longrope" in rope_types(module):
             module.forward = _use_longest_position(module.forward, context.axis)
-    copied.forward = _with_positions(copied.forward, context)
+    model_copy.forward = _with_positions(model_copy.forward, context)
 
 
 def _use_longest_position(run: Callable[..., Any], axis: str) -> Callable[..., Any]:

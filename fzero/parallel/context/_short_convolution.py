@@ -31,9 +31,9 @@ def short_convolutions(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
             yield path, module
 
 
-def replace_convolutions(copied: torch.nn.Module, convolution: _Convolution) -> None:
+def replace_convolutions(model_copy: torch.nn.Module, convolution: _Convolution) -> None:
     """Make the short convolutions of a model's copy call another function."""
-    for _, module in short_convolutions(copied):
+    for _, module in short_convolutions(model_copy):
         forward = inspect.unwrap(type(module).forward)
         names = {**forward.__globals__, _CALLED: convolution}
         replaced = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -105,9 +105,9 @@ def assign_positions(experts: torch.Tensor, count: int, capacity: float | None =
 
 def _queue_positions(queue: torch.Tensor, count: int) -> torch.Tensor:
     """Return, for each choice in a queue `[s, q]`, how many earlier choices have the same expert."""
-    ordered, order = queue.sort(dim=-1, stable=True)
+    sorted_queue, order = queue.sort(dim=-1, stable=True)
     _, first = count_choices(queue, count)
-    position = torch.arange(queue.shape[1], device=queue.device) - first.gather(1, ordered)
+    position = torch.arange(queue.shape[1], device=queue.device) - first.gather(1, sorted_queue)
     return torch.zeros_like(queue).scatter(1, order, position)
 
 
@@ -140,9 +140,9 @@ def dispatch(x: torch.Tensor, positions: Positions, axis: str = "ep") -> torch.T
     if x.ndim != 3 or x.shape[:2] != (s, t):
         raise ValueError(f"x has the shape {list(x.shape)}: expected [{s}, {t}, width], one row per token")
     token = torch.div(positions.choice, k, rounding_mode="floor")
-    at = rearrange(_number_in_batch(token.flatten(1), t), "m -> m 1")
+    row_index = rearrange(_number_in_batch(token.flatten(1), t), "m -> m 1")
     back = rearrange(_number_in_batch(positions.position.flatten(1), count * c), "(n k) -> n k", k=k)
-    rows = sum_rows(rearrange(x, "s t d -> (s t) d"), at, back)
+    rows = sum_rows(rearrange(x, "s t d -> (s t) d"), row_index, back)
     rows = rearrange(rows, "(s e c) d -> e (s c) d", s=s, e=count)
     return all_to_all(rows, axis_if_bound(axis), split_dim=0, concat_dim=1)
 
@@ -183,13 +183,13 @@ def combine(y: torch.Tensor, positions: Positions, gates: torch.Tensor, axis: st
         raise ValueError(f"y has the shape {list(y.shape)}: expected {expected}, the shape that dispatch returned")
     back = all_to_all(y, axis_if_bound(axis), split_dim=1, concat_dim=0)
     back = rearrange(back, "e (s c) d -> (s e c) d", s=s)
-    at = rearrange(_number_in_batch(positions.position.flatten(1), count * c), "m -> m 1")
+    row_index = rearrange(_number_in_batch(positions.position.flatten(1), count * c), "m -> m 1")
     choice = rearrange(_number_in_batch(positions.choice.flatten(1), t * k), "m -> m 1")
-    return weighted_sum(rearrange(sum_rows(back, at, choice), "(s t k) d -> s t k d", s=s, t=t), gates)
+    return weighted_sum(rearrange(sum_rows(back, row_index, choice), "(s t k) d -> s t k d", s=s, t=t), gates)
 
 
-def _number_in_batch(at: torch.Tensor, size: int) -> torch.Tensor:
+def _number_in_batch(index: torch.Tensor, size: int) -> torch.Tensor:
     """Renumber `[s, m]`, numbers below `size` within a sequence, to numbers among all sequences; s size for none."""
-    s = at.shape[0]
-    first = rearrange(torch.arange(s, device=at.device) * size, "s -> s 1")
-    return torch.where(at < size, at + first, s * size).flatten()
+    s = index.shape[0]
+    first = rearrange(torch.arange(s, device=index.device) * size, "s -> s 1")
+    return torch.where(index < size, index + first, s * size).flatten()

@@ -190,8 +190,8 @@ def stats(routing: Routing, capacity: float | None = None, axis: AxisName = None
     t, k = routing.experts.shape[-2:]
     c = expert_capacity(t, k, counts.shape[-1], capacity)
     dtype = routing.probs.dtype
-    processed = counts.clamp(max=c).sum(-1).to(dtype).mean() / max(t * k, 1)
+    processed_share = counts.clamp(max=c).sum(-1).to(dtype).mean() / max(t * k, 1)
     probs = routing.probs.detach()
     entropy = torch.special.entr(probs / probs.sum(-1, keepdim=True)).sum(-1).mean()
-    load, processed, entropy = pmean((_choice_shares(routing).mean(0), processed, entropy), axis)
-    return {"load": load, "dropped": 1 - processed, "entropy": entropy}
+    load, processed_share, entropy = pmean((_choice_shares(routing).mean(0), processed_share, entropy), axis)
+    return {"load": load, "dropped": 1 - processed_share, "entropy": entropy}

@@ -88,9 +88,9 @@ def sort_rows(x: torch.Tensor, experts: torch.Tensor, count: int, axis: str = "e
 
 def _send_order(experts: torch.Tensor, count: int, n: int, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row of each choice `[q]`, n * max_rows for none, and each expert's number of choices `[n, E / n]`."""
-    ordered, order = experts.sort(stable=True)
+    sorted_experts, order = experts.sort(stable=True)
     counts, first = count_choices(experts, count)
-    rank = torch.div(ordered, count // n, rounding_mode="floor")
+    rank = torch.div(sorted_experts, count // n, rounding_mode="floor")
     position = torch.arange(experts.shape[0], device=experts.device) - first[rank * (count // n)]
     row = torch.where((rank < n) & (position < max_rows), rank * max_rows + position, n * max_rows)
     return torch.zeros_like(row).scatter(0, order, row), rearrange(counts[:-1], "(n e) -> n e", n=n)

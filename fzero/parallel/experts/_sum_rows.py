@@ -22,14 +22,14 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, at, back = inputs
-        ctx.save_for_backward(at, back)
-        ctx.save_for_forward(at, back)
+        _, index, inverse_index = inputs
+        ctx.save_for_backward(index, inverse_index)
+        ctx.save_for_forward(index, inverse_index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        at, back = ctx.saved_tensors
-        return sum_rows(grad, back, at), None, None
+        index, inverse_index = ctx.saved_tensors
+        return sum_rows(grad, inverse_index, index), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *indices: Any) -> torch.Tensor:
@@ -37,26 +37,26 @@ class _SumRows(torch.autograd.Function):
 
 
 @allow_in_graph  # as collectives/_table.py has it
-def sum_rows(x: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+def sum_rows(x: torch.Tensor, index: torch.Tensor, inverse_index: torch.Tensor) -> torch.Tensor:
     """Sum rows into places.
 
     Args:
         x: rows `[n, d]`.
-        at: int64 `[m, j]`: the rows that are summed into each place; n stands for no row.
-        back: int64 `[n, i]`: the places into which each row goes, in agreement with `at`; m stands for no place.
+        index: int64 `[m, j]`: the rows that are summed into each place; n stands for no row.
+        inverse_index: int64 `[n, i]`: the places into which each row goes, as `index` says; m stands for no place.
 
     Returns:
         `[m, d]`.
     """
-    return _SumRows.apply(x, at, back)
+    return _SumRows.apply(x, index, inverse_index)
 
 
-def inverse(at: torch.Tensor, size: int) -> torch.Tensor:
+def inverse(index: torch.Tensor, size: int) -> torch.Tensor:
     """Return the index in `at [.., m]` of each number below `size`: int64 `[.., size]`; m if it is not there."""
-    m = at.shape[-1]
-    empty = torch.full((*at.shape[:-1], size + 1), m, device=at.device)
-    indices = torch.arange(m, device=at.device).expand(at.shape)
-    return empty.scatter(-1, at, indices)[..., :-1]
+    m = index.shape[-1]
+    empty = torch.full((*index.shape[:-1], size + 1), m, device=index.device)
+    indices = torch.arange(m, device=index.device).expand(index.shape)
+    return empty.scatter(-1, index, indices)[..., :-1]
 
 
 def weighted_sum(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

@@ -35,9 +35,9 @@ def walk(schedule: "PipelineSchedule") -> Iterator[_RankAction]:
         row = schedule.rows[rank]
         while positions[rank] < len(row):
             action = row[positions[rank]]
-            awaited = next((v for v in action_inputs(action, schedule.stages) if v not in values), None)
-            if awaited is not None:
-                waiters.setdefault(awaited, []).append(rank)
+            next_input = next((v for v in action_inputs(action, schedule.stages) if v not in values), None)
+            if next_input is not None:
+                waiters.setdefault(next_input, []).append(rank)
                 break
             yield _RankAction(rank, action)
             positions[rank] += 1

@@ -106,11 +106,11 @@ def combine_sums(
     if total is not None:
         nll = (1 - label_smoothing) * nll + label_smoothing * (log_sum - total / classes)
     nll = torch.where((targets >= 0) & (targets < classes), nll + penalty, math.nan)
-    ignored = targets == ignore_index
-    nll = torch.where(ignored, 0.0, nll)
+    is_ignored = targets == ignore_index
+    nll = torch.where(is_ignored, 0.0, nll)
     if reduction == "none":
         return nll
-    return nll.sum() if reduction == "sum" else nll.sum() / (~ignored).sum()
+    return nll.sum() if reduction == "sum" else nll.sum() / (~is_ignored).sum()
 
 
 def take_target_logits(targets: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -116,21 +116,23 @@ def _install_shared_inputs(
     for name, style in layers.styles.items():
         if isinstance(style, ColumnParallel):
             columns_of.setdefault(name.rpartition(".")[0], []).append(name)
-    divided = {name: style.names for name, style in layers.styles.items() if isinstance(style, DividedAttributes)}
+    divided_attributes = {
+        name: style.names for name, style in layers.styles.items() if isinstance(style, DividedAttributes)
+    }
     shared_inputs = {}
-    for name in {**columns_of, **divided}:
+    for name in {**columns_of, **divided_attributes}:
         m, columns = modules[name], columns_of.get(name, [])
         heads = _find_heads(m, columns, layers)
-        if heads is None and name not in divided and len(columns) < 2:
+        if heads is None and name not in divided_attributes and len(columns) < 2:
             continue
-        gathered = is_gathered(name, children)
+        has_gathered_input = is_gathered(name, children)
         shared_inputs[name] = SharedInputModule(
             name,
             module=m,
             axis=layers.axis,
-            is_gathered=gathered,
+            is_gathered=has_gathered_input,
             heads=heads,
-            divided=divided.get(name, ()),
+            divided=divided_attributes.get(name, ()),
             run=m.forward,
         )
         m.forward = shared_inputs[name]

@@ -131,7 +131,9 @@ def classify_children(name: str, block: torch.nn.Module, layers: Layers) -> dict
     """Return the kind of each child of a block that has parameters: "norm", "gathered" or "full"."""
     children = {f"{name}.{key}".lstrip("."): child for key, child in block.named_children()}
     return {
-        at: _boundary_kind(at, child, layers) for at, child in children.items() if any(True for _ in child.parameters())
+        path: _boundary_kind(path, child, layers)
+        for path, child in children.items()
+        if any(True for _ in child.parameters())
     }
 
 
@@ -157,4 +159,4 @@ def _boundary_kind(name: str, child: torch.nn.Module, layers: Layers) -> str:
         name for name in styles if isinstance(layers.styles[name], ColumnParallel | RowParallel | ReplicatedParams)
     ]
     names = [f"{name}.{key}" for key, _ in child.named_parameters()]
-    return "gathered" if all(any(_is_within(name, at) for at in split_layers) for name in names) else "full"
+    return "gathered" if all(any(_is_within(name, layer) for layer in split_layers) for name in names) else "full"

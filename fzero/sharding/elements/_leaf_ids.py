@@ -75,7 +75,7 @@ def _zero_unused_items(box: Shard) -> torch.Tensor:
     return torch.where(unused, torch.zeros_like(x), x)
 
 
-def check_on_device(box: Shard, what: str) -> None:
+def check_on_device(box: Shard, label: str) -> None:
     """Check that the whole shard lies on the device, where ranks communicate.
 
     Raises:
@@ -83,7 +83,7 @@ def check_on_device(box: Shard, what: str) -> None:
     """
     if "host" in [piece.space for piece in traced_spec(box.spec_id).pieces]:
         raise ValueError(
-            f"{what} was given {box!r}, of which a part lies on the host: in a chain, put transformations that read "
+            f"{label} was given {box!r}, of which a part lies on the host: in a chain, put transformations that read "
             'whole leaves before optim.offload, or use optim.offload(opt, ratio, update_on="device")'
         )
 

@@ -108,13 +108,23 @@ def assign_units(
         if key is not None:
             members.setdefault(key, []).append(position)
     if rules.units is None:
-        members = {k: part for key, at in members.items() for k, part in _divide_large(key, at, paths, leaves, split)}
+        members = {
+            k: part
+            for key, positions in members.items()
+            for k, part in _divide_large(key, positions, paths, leaves, split)
+        }
     # identity of a leaf -> its unit, and index there
-    unit_of_leaf = {tree.identity(leaves[i]): (key, index) for key, at in members.items() for index, i in enumerate(at)}
+    unit_of_leaf = {
+        tree.identity(leaves[i]): (key, index)
+        for key, positions in members.items()
+        for index, i in enumerate(positions)
+    }
     stacks = rules.stacked(paths, {a.name: a.size for a in bound_axes()})
     units = {
-        key: _make_unit(key, axes, paths, leaves, positions=at, split=split, stacks=stacks, reduce_grads=reduce_grads)
-        for key, at in members.items()
+        key: _make_unit(
+            key, axes, paths, leaves, positions=positions, split=split, stacks=stacks, reduce_grads=reduce_grads
+        )
+        for key, positions in members.items()
     }
     keys = [unit_of_leaf.get(tree.identity(x)) for x in leaves]
     entries = [x if p is None else Slot(units[p[0]].spec_id, p[1]) for x, p in zip(leaves, keys, strict=True)]
@@ -302,11 +312,11 @@ def sharded_units(paths: Sequence[str], entries: Sequence[Any]) -> list[ShardedU
                     "units with units="
                 )
             by_spec_id[x.spec_id][max(counts.get(x.spec_id, 0) - 1, 0)].members.append((position, x.index))
-    for same in by_spec_id.values():
-        if len({tuple(sorted([index for _, index in unit.members])) for unit in same}) > 1:
-            shard_paths = [paths[unit.members[0][0]] for unit in same]
+    for slots in by_spec_id.values():
+        if len({tuple(sorted([index for _, index in unit.members])) for unit in slots}) > 1:
+            shard_paths = [paths[unit.members[0][0]] for unit in slots]
             raise ValueError(
-                f"leaves of {len(same)} trees of one layout alternate ({same[0].shard!r} at {shard_paths}), so the "
+                f"leaves of {len(slots)} trees of one layout alternate ({slots[0].shard!r} at {shard_paths}), so the "
                 "shard of a leaf cannot be determined: keep each tree together, one after the other"
             )
     return units

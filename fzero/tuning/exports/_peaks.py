@@ -105,17 +105,18 @@ def fsdp2_states(sizes: ParameterCounts, config: Configuration) -> StateBytes:
     """
     width = 4 if config.precision == "float32" else 2
     held_params = sizes.full if config.stage == 0 else sizes.sharded
-    gathered = width * (2 * sizes.unit if config.stage == 3 else sizes.full)
+    gathered_bytes = width * (2 * sizes.unit if config.stage == 3 else sizes.full)
     if config.host > 1 and config.stage == 3:
-        gathered += width * sizes.full / config.axes["dp"]  # a host's shards, from the forward to the backward pass
+        # a host's shards, from the forward to the backward pass
+        gathered_bytes += width * sizes.full / config.axes["dp"]
     gradients = 4 * (sizes.full if config.stage < 2 and config.accumulation > 1 else held_params)
     if config.offload:  # the update runs on the host
-        return StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered, update=0.0)
+        return StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0, buffers=gathered_bytes, update=0.0)
     return StateBytes(
         parameters=4 * held_params,
         gradients=gradients,
         optimizer=8 * held_params,
-        buffers=gathered,
+        buffers=gathered_bytes,
         update=4 * held_params,
     )
 

@@ -211,12 +211,12 @@ class SimulatedRun:
         return self.save_every_seconds / self._speed + self.reliability.save_seconds
 
     def _step(self, seconds: float) -> None:
-        gained = seconds * self._speed
-        self.work_seconds += gained
-        self.unsaved_work_seconds += gained
-        self.seconds[_USEFUL] += gained
+        work_seconds = seconds * self._speed
+        self.work_seconds += work_seconds
+        self.unsaved_work_seconds += work_seconds
+        self.seconds[_USEFUL] += work_seconds
         self.seconds["fewer ranks"] += seconds * (1 - self._present_share)
-        self.seconds["slow ranks"] += seconds * self._present_share - gained
+        self.seconds["slow ranks"] += seconds * self._present_share - work_seconds
         self.now += seconds
 
     def _go_on_saving(self, seconds: float) -> None:

@@ -79,13 +79,15 @@ def calibrate(seconds: float = 5.0) -> Machine:
     local_ranks = devices if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     measure_seconds = seconds / 8
     speeds = {dtype: _slowest_rank_speed(product_speed(dtype, device, measure_seconds)) for dtype in _DTYPES}
-    small = {dtype: -_slowest_rank_speed(-small_seconds(dtype, device, measure_seconds / 2)) for dtype in _DTYPES}
+    small_call_seconds = {
+        dtype: -_slowest_rank_speed(-small_seconds(dtype, device, measure_seconds / 2)) for dtype in _DTYPES
+    }
     float32, bfloat16, float16 = (speeds[dtype] for dtype in _DTYPES)
     constants = {
         "flops": (bfloat16, f"measured: bfloat16; float16 reaches {float16 / bfloat16:.2g} times as much"),
         "float32_slowdown": (bfloat16 / float32, f"measured: {float32 / 1e12:,.3g} TFLOP/s of float32"),
         "memory_bandwidth": (copy := _slowest_rank_speed(copy_speed(device, measure_seconds)), "measured: a copy"),
-        "launch_seconds": (max(small.values()), "measured: a sum of 16 elements, in the slowest dtype"),
+        "launch_seconds": (max(small_call_seconds.values()), "measured: a sum of 16 elements, in the slowest dtype"),
         "ranks": (local_ranks, "devices of this process" if ranks is None else "processes of this machine"),
     }
     constants |= _measure_host(device, copy, local_ranks, measure_seconds)

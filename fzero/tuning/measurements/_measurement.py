@@ -95,9 +95,9 @@ class StepMeasurement:
             parts.append(f"adds {format_bytes(self.measurement.added_bytes)} to its arguments")
         elif self.plan is not None:
             parts.append(f"peak not measured (plan {format_bytes(self.plan.peak_bytes)})")
-        planned = f" (plan {format_seconds(self.plan.seconds)})" if self.plan is not None and self.has_machine else ""
+        plan = f" (plan {format_seconds(self.plan.seconds)})" if self.plan is not None and self.has_machine else ""
         parts.append(
-            f"{format_seconds(self.seconds)}{planned}{', with tracing and compilation' if self.has_compilation else ''}"
+            f"{format_seconds(self.seconds)}{plan}{', with tracing and compilation' if self.has_compilation else ''}"
         )
         return f"step {self.step}: {', '.join(parts)}"
 
@@ -114,8 +114,8 @@ def find_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
 
 def _memory_hints(last: StepMeasurement) -> list[Hint]:
     """Return hints if the bytes before the step, or those that it adds, exceed the plan."""
-    plan, added = last.plan, last.measurement.added_bytes
-    if plan is None or added is None:
+    plan, added_bytes = last.plan, last.measurement.added_bytes
+    if plan is None or added_bytes is None:
         return []
     tolerance = max(_PEAK_TOLERANCE * plan.peak_bytes, _MIN_BYTES)
     prefix = f"peak {last.above:.0%} above plan"
@@ -123,7 +123,7 @@ def _memory_hints(last: StepMeasurement) -> list[Hint]:
     before = last.measurement.before_bytes
     outside = 0 if before is None else before - plan.argument_bytes
     workspace = min(max(outside, 0), plan.workspace_bytes)  # the rest of it is taken in this step
-    outside, extra_bytes = outside - workspace, added - plan.added_bytes - (plan.workspace_bytes - workspace)
+    outside, extra_bytes = outside - workspace, added_bytes - plan.added_bytes - (plan.workspace_bytes - workspace)
     if outside > tolerance:
         hints.append(
             Hint(
@@ -147,10 +147,10 @@ def _planned_reserve(plan: Plan | None) -> str:
     """Say what the allocator would hold for the step alone, with both kinds of segments."""
     if plan is None or plan.device_type != "cuda":
         return ""
-    fixed, expandable = [
+    fixed_reserve, expandable_reserve = [
         format_bytes(plan.allocator_peaks(expandable_segments=x).reserved_bytes) for x in (False, True)
     ]
-    return f" (by the plan the step alone reserves {fixed}, or {expandable} with expandable segments)"
+    return f" (by the plan the step alone reserves {fixed_reserve}, or {expandable_reserve} with expandable segments)"
 
 
 def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint]:

@@ -49,15 +49,15 @@ class Meter:
         """
         start = time.perf_counter()
         idle = 0.0 if self._last_end is None else start - self._last_end
-        added = None
+        added_bytes = None
         if memory:
             with _torch.allocations() as record:
                 out = call()
-            added = record.peak
+            added_bytes = record.peak
         else:
             out = call()
         self._last_end = end = time.perf_counter()
-        return out, Measurement(lambda: end - start, lambda: idle, lambda: True, added)
+        return out, Measurement(lambda: end - start, lambda: idle, lambda: True, added_bytes)
 
 
 class _DeviceMeter(Meter):

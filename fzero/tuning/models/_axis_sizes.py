@@ -15,8 +15,8 @@ def largest_sizes(shape: ModelShape, length: int, ranks_per_machine: int, depth:
     Ranks along "tp" lie on one machine, and divide heads and hidden units. Ranks along "cp" hold two equal parts of
     each sequence. Ranks along "pp" hold a block at least.
     """
-    divided = math.gcd(shape.heads, shape.kv_heads or shape.heads, shape.mlp)
-    tp = min(_power_in(divided), powers_of_two(ranks_per_machine)[-1])
+    common_divisor = math.gcd(shape.heads, shape.kv_heads or shape.heads, shape.mlp)
+    tp = min(_power_in(common_divisor), powers_of_two(ranks_per_machine)[-1])
     return {"cp": 1 if shape.task == "image" else max(_power_in(length) // 2, 1), "tp": tp, "pp": depth}
 
 

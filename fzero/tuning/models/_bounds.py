@@ -162,8 +162,8 @@ class _StepBounds(NamedTuple):
             return max(chain + end, reduce_seconds + gather_seconds)
         chain = k * (forward + backward + head_forward + head_backward)
         # sums of a micro-batch hide behind its backward pass
-        exposed = max(reduce_seconds - backward - head_backward, 0.0)
-        return max(chain + exposed + end, reduce_seconds + gather_seconds)
+        exposed_seconds = max(reduce_seconds - backward - head_backward, 0.0)
+        return max(chain + exposed_seconds + end, reduce_seconds + gather_seconds)
 
     def _head_seconds(self) -> tuple[float, float]:
         """Return the least seconds of the output head, forward and backward."""

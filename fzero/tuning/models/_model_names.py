@@ -72,7 +72,7 @@ class ModelShape:
 
 def init(shape: ModelShape, depth: int) -> ModelParams:
     """Make the parameters of a model with `depth` blocks, on the meta device."""
-    d, biased = shape.width, shape.biases == "all"
+    d, has_biases = shape.width, shape.biases == "all"
     params: ModelParams = {"blocks": [_block_params(shape) for _ in range(depth)]}
     if shape.task == "image":
         params |= {"patches": _linear_params(3 * shape.patch**2, d, True), "first": _empty_leaf(d)}
@@ -85,7 +85,7 @@ def init(shape: ModelShape, depth: int) -> ModelParams:
     params |= {"norm": _norm_params(shape, d)}
     if shape.tied:
         return params | ({"bias": _empty_leaf(shape.vocab)} if shape.task == "masked" else {})
-    return params | {"head": _linear_params(d, shape.vocab, biased)}
+    return params | {"head": _linear_params(d, shape.vocab, has_biases)}
 
 
 def _empty_leaf(*size: int) -> torch.Tensor:

@@ -40,9 +40,9 @@ class ConfigurationPlanner:
 
     def __call__(self, request: Configuration | TableRow) -> TableRow:
         """Plan a configuration, as it is or from models of fewer blocks. Plan a row in full, with its schedule."""
-        cached = self.cached(request)
-        if cached is not None:
-            return cached
+        cached_row = self.cached(request)
+        if cached_row is not None:
+            return cached_row
         with pause_collector():  # plans hold many small objects, and all of them live until the row is made
             row = self._in_full(request) if isinstance(request, TableRow) else self._row(request)
         if self.cache is not None:
@@ -145,7 +145,10 @@ def _summarize_plans(
     if isinstance(steps, Plan):
         return {0: summarize(steps)}
     with _name_configuration(config):
-        return {rank: summarize(steps[rank].plan(at)) for rank, at in (settings or dict.fromkeys(steps)).items()}
+        return {
+            rank: summarize(steps[rank].plan(settings_of_rank))
+            for rank, settings_of_rank in (settings or dict.fromkeys(steps)).items()
+        }
 
 
 @contextmanager

@@ -18,7 +18,7 @@ _DEPTHS_IF_UNIFORM = (4, 5, 6, 7, 8)
 _DEPTHS_OF_STAGE = (2, 3, 4, 5, 6, 7, 8)
 
 
-def choose_depths(config: Configuration, alike: bool = False) -> tuple[int, ...]:
+def choose_depths(config: Configuration, is_uniform: bool = False) -> tuple[int, ...]:
     """Return numbers of blocks from which to extrapolate a configuration, in the order in which they are planned.
 
     Each three consecutive depths make one check of the line. The depths planned so far never sum to more blocks than
@@ -27,14 +27,14 @@ def choose_depths(config: Configuration, alike: bool = False) -> tuple[int, ...]
 
     Args:
         config: the configuration.
-        alike: whether all blocks are alike, and not only every second one.
+        is_uniform: whether all blocks are alike, and not only every second one.
     """
     if config.depth is None:
         return ()
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
     blocks_per_stage, rest = divmod(config.depth, stages)
     uniform = _DEPTHS_OF_STAGE if config.pp > 1 else _DEPTHS_IF_UNIFORM
-    blocks = uniform if alike and config.remat != EVERY_SECOND else _DEPTHS_BY_PARITY[blocks_per_stage % 2]
+    blocks = uniform if is_uniform and config.remat != EVERY_SECOND else _DEPTHS_BY_PARITY[blocks_per_stage % 2]
     fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= blocks_per_stage]
     return tuple([n * stages + rest for n in fewer]) if len(fewer) >= 3 else ()
 

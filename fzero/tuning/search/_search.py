@@ -46,7 +46,7 @@ def search_rows(
     order = [*space]
     smaller_configs = {c: [x for x in order[:i] if c.holds_no_less_than(x)] for i, c in enumerate(order)}
     too_large: dict[Configuration, bool] = {}  # of the configurations that are decided
-    started: dict[Configuration, Future[TableRow]] = {}
+    pending_rows: dict[Configuration, Future[TableRow]] = {}
     while len(too_large) < len(order):
         undecided = [c for c in order if c not in too_large]
         for c in undecided:
@@ -54,17 +54,17 @@ def search_rows(
             if smaller is not None:
                 too_large[c] = False  # a larger one is skipped by `smaller` as well
                 yield SkippedConfiguration(c, smaller)
-            elif c in started and started[c].done() and all(x in too_large for x in smaller_configs[c]):
-                row = started[c].result()
+            elif c in pending_rows and pending_rows[c].done() and all(x in too_large for x in smaller_configs[c]):
+                row = pending_rows[c].result()
                 too_large[c] = is_surely_too_large(row, budget_bytes)
                 yield row
         undecided = [c for c in undecided if c not in too_large]
-        fresh = [c for c in undecided if c not in started]
-        running = [f for f in started.values() if not f.done()]
+        fresh = [c for c in undecided if c not in pending_rows]
+        running = [f for f in pending_rows.values() if not f.done()]
         fresh.sort(key=lambda c: not all(x in too_large for x in smaller_configs[c]))
         for c in fresh[: workers - len(running)]:
-            started[c] = start(c)
-            running.append(started[c])
+            pending_rows[c] = start(c)
+            running.append(pending_rows[c])
         wait(running, return_when=FIRST_COMPLETED)
 
 

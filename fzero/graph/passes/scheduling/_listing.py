@@ -104,19 +104,19 @@ def list_nodes(rules: OrderRules) -> list[Node]:
         if is_input(n):
             _append_node(rules, state, n)
     for n in rules.work:
-        needed = _unmet_needs(rules, state, n)
+        needs = _unmet_needs(rules, state, n)
         # ready nodes wait until the next node that takes memory: cheap work before it may free a gathered unit
-        if any(not is_cheap(a) or is_gather(a) for a in needed):
+        if any(not is_cheap(a) or is_gather(a) for a in needs):
             _run_ready(rules, state)
-        _run_nodes(rules, state, needed)
+        _run_nodes(rules, state, needs)
     _run_ready(rules, state)
     while state.pending:
         _run_nodes(rules, state, _unmet_needs(rules, state, state.pending.popleft()))
         _run_ready(rules, state)
     # one result at a time: an update of all leaves at once would hold the operands of every leaf
     for n in [*rules.nodes[-1].all_input_nodes, *rules.nodes]:
-        for needed in _unmet_needs(rules, state, n):
-            _run_nodes(rules, state, _unmet_needs(rules, state, needed))
+        for needs in _unmet_needs(rules, state, n):
+            _run_nodes(rules, state, _unmet_needs(rules, state, needs))
             _run_ready(rules, state)
     return state.order
 
@@ -129,9 +129,9 @@ def _count_missing(rules: OrderRules) -> dict[Node, int]:
     return missing
 
 
-def _run_nodes(rules: OrderRules, state: _ListSchedulerState, needed: Sequence[Node]) -> None:
+def _run_nodes(rules: OrderRules, state: _ListSchedulerState, nodes: Sequence[Node]) -> None:
     """Run nodes in this order, and stack the nodes that become ready, so that the first of them runs first."""
-    for n in needed:
+    for n in nodes:
         state.ready = _emit_with_gathers(rules, state, n) + state.ready
 
 
@@ -147,8 +147,8 @@ def _run_ready(rules: OrderRules, state: _ListSchedulerState) -> None:
             state.pending.append(n)
             stack += _due_waits(rules, state)
             continue
-        for needed in _unmet_needs(rules, state, n):  # the node and the late nodes that it needs
-            stack += _emit_with_gathers(rules, state, needed)
+        for needs in _unmet_needs(rules, state, n):  # the node and the late nodes that it needs
+            stack += _emit_with_gathers(rules, state, needs)
 
 
 def _due_waits(rules: OrderRules, state: _ListSchedulerState) -> list[Node]:
