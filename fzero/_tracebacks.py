@@ -81,7 +81,7 @@ class UserFrames:
             return
         # the first entry is the frame of this context
         inner = trace and trace.tb_next
-        reduced = [(e, _user_frames(inner if e is error else e.__traceback__)) for e in _chain(error)]
+        reduced = [(e, _user_frames(inner if e is error else e.__traceback__)) for e in _error_chain(error)]
         has_user_frames = any(entries for _, entries in reduced)
         if not has_user_frames and not is_message(error, inner):
             return
@@ -101,7 +101,7 @@ def is_message(error: Exception, trace: TracebackType | None) -> bool:
     return is_from_fzero and isinstance(error, ValueError | TypeError | RuntimeError | OSError)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause's cause, and so on."""
     visited: set[int] = set()
     while error is not None and id(error) not in visited:

@@ -116,7 +116,7 @@ class _Process:
             self._uses.clear()
             self.links.silent = {}
         elif not self.end:
-            idle = self._idle(now)
+            idle = self._idle_seconds(now)
         process = self.end or ("stopped" if self._state in ("T", "t") else "runs")
         words = text.rstrip(b"\0").decode(errors="ignore")
         since = self._ended_at or self._since
@@ -136,7 +136,7 @@ class _Process:
             cut=self.links.cut(now),
         )
 
-    def _idle(self, now: float) -> float:
+    def _idle_seconds(self, now: float) -> float:
         """Return for how long the rank used at most the share `_BUSY_SHARE` at its activity."""
         self._state, used_seconds, self._sample_is_complete, self.links.silent = self._system.sample(now)
         if self._state == "D":

@@ -47,7 +47,7 @@ class _CallSite(NamedTuple):
 def current_call_site() -> _CallSite:
     """Return the call site of the operation that is being watched."""
     node: Any = torch._C._current_autograd_node()
-    frames = list(_frames())
+    frames = list(_caller_frames())
     user_frame = next((f for f in frames if _is_user_file(f.f_code.co_filename)), None)
     collective = any(f.f_code.co_filename.startswith(_COLLECTIVES) for f in frames)
     line = f"{user_frame.f_code.co_filename}:{user_frame.f_lineno}" if user_frame is not None else ""
@@ -69,7 +69,7 @@ def current_call_site() -> _CallSite:
     )
 
 
-def _frames() -> Iterator[FrameType]:
+def _caller_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame

@@ -74,7 +74,7 @@ def _joined_path(*parts: str) -> str:
     return "/".join(parts)
 
 
-def _check(condition: bool, reason: str) -> None:
+def _require(condition: bool, reason: str) -> None:
     if not condition:
         raise pickle.UnpicklingError(reason)
 
@@ -85,20 +85,20 @@ def _check_metadata(metadata: "Metadata") -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
     for name, entry in metadata.state_dict_metadata.items():
-        _check(type(name) is str, f"{str(name)[:40]!r} is not a name")
+        _require(type(name) is str, f"{str(name)[:40]!r} is not a name")
         if isinstance(entry, TensorStorageMetadata):
-            _check(isinstance(entry.properties.dtype, torch.dtype), f"leaf {name!r} has no dtype")
-            _check(_is_size(entry.size), f"leaf {name!r} has no shape")
+            _require(isinstance(entry.properties.dtype, torch.dtype), f"leaf {name!r} has no dtype")
+            _require(_is_size(entry.size), f"leaf {name!r} has no shape")
             for chunk in entry.chunks:
-                _check(_is_chunk(chunk.offsets, chunk.sizes, entry.size), f"a chunk of {name!r} lies outside of it")
+                _require(_is_chunk(chunk.offsets, chunk.sizes, entry.size), f"a chunk of {name!r} lies outside of it")
         else:
-            _check(isinstance(entry, BytesStorageMetadata), f"{name!r} is neither a leaf nor a value")
+            _require(isinstance(entry, BytesStorageMetadata), f"{name!r} is neither a leaf nor a value")
     for index, info in metadata.storage_data.items():
-        _check(isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo), "it does not say where parts lie")
+        _require(isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo), "it does not say where parts lie")
         path = info.relative_path
         is_inside = type(path) is str and path not in ("", ".", "..") and not any(c in path for c in "/\\\0")
-        _check(is_inside, f"{index.fqn!r} is in {str(path)[:80]!r}: expected a file of the folder")
-        _check(_is_count(info.offset) and _is_count(info.length), f"{index.fqn!r} lies at no range of bytes")
+        _require(is_inside, f"{index.fqn!r} is in {str(path)[:80]!r}: expected a file of the folder")
+        _require(_is_count(info.offset) and _is_count(info.length), f"{index.fqn!r} lies at no range of bytes")
 
 
 def _is_count(x: Any) -> bool:

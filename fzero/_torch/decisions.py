@@ -140,7 +140,7 @@ class _Operations(TorchDispatchMode):
         out = REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
         self.check_not_fixed(user_line())
         for x in tree_leaves((args, kwargs, out)):
-            self._check(x)
+            self._check_sizes(x)
         return out
 
     def check_not_fixed(self, line: str) -> None:
@@ -156,10 +156,10 @@ class _Operations(TorchDispatchMode):
         self.refusal = self.refusal or FixedSizeError(reason)
         raise self.refusal
 
-    def _check(self, x: Any) -> None:
+    def _check_sizes(self, x: Any) -> None:
         if isinstance(x, torch.Tensor):
             for size in (*x.shape, *x.stride(), x.storage_offset()):
-                self._check(size)
+                self._check_sizes(size)
         elif isinstance(x, torch.SymInt) and (expr := x.node.expr) not in self.checked:
             simple = _simplify(expr, self.symbol)
             if not simple.is_polynomial(self.symbol) or simple.as_poly(self.symbol).degree() > _MAX_DEGREE:

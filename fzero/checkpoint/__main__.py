@@ -102,7 +102,7 @@ def _format_date(manifest: Manifest) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.timestamp))
 
 
-def _steps(path: str) -> list[int]:
+def _list_steps(path: str) -> list[int]:
     """List the steps of a run's folder; none if the folder is one checkpoint.
 
     Raises:
@@ -123,7 +123,7 @@ def _check_one_checkpoint(path: str) -> str:
     Raises:
         CheckpointError: if it is the folder of a run.
     """
-    steps = _steps(path)
+    steps = _list_steps(path)
     if steps:
         raise CheckpointError(f"{path!r} is the folder of a run: give one checkpoint, such as {step_name(steps[-1])}")
     return path
@@ -131,7 +131,7 @@ def _check_one_checkpoint(path: str) -> str:
 
 def _run_ls(args: Any) -> int:
     """Print the checkpoints of a folder, one a row, or the leaves of one checkpoint."""
-    files, steps = files_at(args.path), _steps(args.path)
+    files, steps = files_at(args.path), _list_steps(args.path)
     if not steps:
         _ls_one(files, args.limit)
         return 0
@@ -175,7 +175,7 @@ def _ls_one(files: Files, limit: int | None) -> None:
 
 def _run_verify(args: Any) -> int:
     """Read each checkpoint at a path, print whether it is whole, and return 1 if one is not."""
-    files, steps = files_at(args.path), _steps(args.path)
+    files, steps = files_at(args.path), _list_steps(args.path)
     failures = 0
     for step in steps or [None]:
         folder = files if step is None else files.subfolder(step_name(step))

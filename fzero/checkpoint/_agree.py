@@ -113,7 +113,7 @@ def agree(
         first, other = [channel.wait_for("tree", r) for r in (0, outliers[0])]
         raise CheckpointError(
             f"{task}: rank {outliers[0]} has another tree, or another folder, than rank 0: "
-            f"{_named_difference(first, other, outliers[0]) or _difference(first, other)}"
+            f"{_named_difference(first, other, outliers[0]) or _first_difference(first, other)}"
         )
     return channel, result
 
@@ -142,7 +142,7 @@ def _texts_by_path(layout: Any, kind: str) -> dict[str, str]:
     return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in layout["leaves"]}
 
 
-def _difference(first: str, second: str) -> str:
+def _first_difference(first: str, second: str) -> str:
     """Show where two texts begin to differ."""
     index = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))

@@ -126,13 +126,13 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         """List the files in the folder; none if there is no folder."""
-        return [e.name for e in self._entries() if e.is_file()]
+        return [e.name for e in self._list_entries() if e.is_file()]
 
     def folders(self) -> list[str]:
         """List the subfolders."""
-        return [e.name for e in self._entries() if e.is_dir()]
+        return [e.name for e in self._list_entries() if e.is_dir()]
 
-    def _entries(self) -> list[os.DirEntry[str]]:
+    def _list_entries(self) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(self.path) as entries:
                 return sorted(entries, key=lambda e: e.name)
@@ -162,10 +162,10 @@ class LocalFolder:
 
     def get(self, name: str) -> bytes:
         """Read a small file."""
-        with open(self._open(name), "rb") as f:
+        with open(self._open_file(name), "rb") as f:
             return f.read()
 
-    def _open(self, name: str) -> int:
+    def _open_file(self, name: str) -> int:
         """Open a plain file to read it. A pipe in its place would wait for ever, and a device would never end.
 
         Raises:
@@ -205,7 +205,7 @@ class LocalFolder:
         with open(self._path_of(name), "xb", buffering=0) as f:
             fd, offset, flush_start = f.fileno(), 0, 0
             for part in parts:
-                for views in _batches(part):
+                for views in _write_batches(part):
                     offset += _repeat_until_moved(lambda rest, _: os.writev(fd, rest), views)
                 # flushing from now on, not at the end, saves a fifth of a save's time
                 if offset - flush_start >= _MAX_UNFLUSHED_BYTES:
@@ -225,11 +225,11 @@ class LocalFolder:
     def read_into(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fill the views in turn with the bytes of a file from `offset` on."""
         try:
-            fd = self._open(name)
+            fd = self._open_file(name)
         except FileNotFoundError:
             raise DamagedError(f"{self.path!r}: {name} is missing") from None
         try:
-            for batch in _batches(views):
+            for batch in _write_batches(views):
                 offset += _repeat_until_moved(
                     lambda rest, count, start=offset: os.preadv(fd, rest, start + count), batch
                 )
@@ -289,7 +289,7 @@ def _start_writeback(fd: int, start: int, nbytes: int) -> None:
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _write_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Split views into batches, each small enough for one system call."""
     nonempty = [v for v in views if len(v)]
     for i in range(0, len(nonempty), _MAX_BUFFERS):

@@ -196,7 +196,7 @@ class Checkpoints:
             ValueError: if the step is not an int of 0 or more.
         """
         _check_finite(step, finite)
-        return self._start(self._files, step, values, background, lambda: self._remove_old(step))
+        return self._start_save(self._files, step, values, background, lambda: self._remove_old(step))
 
     @api_boundary
     def save_in_memory(self, step: int, values: Tree, *, background: bool = True) -> SaveHandle:
@@ -226,7 +226,7 @@ class Checkpoints:
                 if old != step:
                     shared.subfolder(step_name(old)).remove_all()
 
-        return self._start(shared, step, values, background, remove_old)
+        return self._start_save(shared, step, values, background, remove_old)
 
     def move_memory(self, ranks: int) -> None:
         """Copy what is in memory onto the hosts of the first ranks, before the others leave. All ranks call it.
@@ -247,7 +247,7 @@ class Checkpoints:
         if self._shared is not None and self._shared.is_host_leader:
             self._shared.remove_all()
 
-    def _start(
+    def _start_save(
         self, files: Files, step: int, values: Any, background: bool, on_commit: Callable[[], None]
     ) -> SaveHandle:
         """Begin a save after the last one has ended, since both would use one staging buffer."""
@@ -314,7 +314,7 @@ class Checkpoints:
         failure = ""
         memory_step = self._newest_in_memory()
         while True:
-            step = self._newest(damage_of_step)
+            step = self._newest_complete_step(damage_of_step)
             if memory_step is not None and (step is None or memory_step >= step):
                 files, step, memory_step = self._shared, memory_step, None
             elif step is None:
@@ -338,7 +338,7 @@ class Checkpoints:
         """Return the newest step that is complete in memory."""
         return None if self._shared is None else self._shared.newest(step_numbers(self._shared), step_name)
 
-    def _newest(self, damaged_steps: Container[int]) -> int | None:
+    def _newest_complete_step(self, damaged_steps: Container[int]) -> int | None:
         """Return the newest step that is complete on disk. Rank 0 looks for it, and all ranks get its answer."""
         step = all_or_none(
             f"looking into {self._files.path!r}", lambda: self._newest_on_disk(damaged_steps), self._mesh
@@ -356,7 +356,9 @@ class Checkpoints:
         Raises:
             CheckpointError: if rank 0 cannot read the folder.
         """
-        return max([n for n in (self._newest(()), self._newest_in_memory()) if n is not None], default=None)
+        return max(
+            [n for n in (self._newest_complete_step(()), self._newest_in_memory()) if n is not None], default=None
+        )
 
     def _newest_on_disk(self, damaged_steps: Container[int]) -> int:
         for step in reversed(step_numbers(self._files) if self._mesh is None or self._mesh.rank == 0 else []):

@@ -128,7 +128,7 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
     files = files_at(path, call="fzero.checkpoint.verify(path)")
     check_callable("progress", progress, "a function of the bytes read and of all bytes")
     manifest, nbytes = read_complete(files), 0
-    for rank, offset, size in _pages(manifest.layout, manifest):
+    for rank, offset, size in _rank_pages(manifest.layout, manifest):
         page = torch.empty(size, dtype=torch.uint8, device="cpu")
         read_pages(files, manifest, rank, [ReadRequest(offset, size, page, 0)])
         nbytes += size
@@ -136,7 +136,7 @@ def verify(path: StrPath, progress: Callable[[int, int], None] = lambda nbytes, 
     return nbytes
 
 
-def _pages(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
+def _rank_pages(layout: TreeLayout, manifest: Manifest) -> Iterator[tuple[int, int, int]]:
     """Yield each page of each rank's file: the rank, and the page's first byte and size."""
     for rank in range(layout.ranks):
         size = manifest.files[rank].size

@@ -29,7 +29,7 @@ class Remote:
         """Return the files of a subfolder."""
         return Remote(f"{self.path}/{name}")
 
-    def _entries(self, kind: str) -> list[str]:
+    def _list_entries(self, kind: str) -> list[str]:
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(self._root, detail=True)
@@ -39,11 +39,11 @@ class Remote:
 
     def names(self) -> list[str]:
         """List the files in the folder; none if there is no folder."""
-        return self._entries("file")
+        return self._list_entries("file")
 
     def folders(self) -> list[str]:
         """List the subfolders."""
-        return self._entries("directory")
+        return self._list_entries("directory")
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if there is no such file."""

@@ -165,13 +165,15 @@ class SharedMemory(LocalFolder):
 
     def _send_copies(self, name: str, is_complete: bool) -> None:
         nonce, ranks = name.split("-")[0], len(self.hosts.host_of_rank)
-        sends = [x for receiver in self.hosts.receivers() for x in self._send(name if is_complete else None, receiver)]
+        sends = [
+            x for receiver in self.hosts.receivers() for x in self._send_file(name if is_complete else None, receiver)
+        ]
         for sender in self.hosts.senders():
-            self._receive(data_name(nonce, sender, ranks), sender)
+            self._receive_file(data_name(nonce, sender, ranks), sender)
         for work, _ in sends:
             work.wait()
 
-    def _send(self, name: str | None, receiver: int) -> list[tuple[Any, torch.Tensor]]:
+    def _send_file(self, name: str | None, receiver: int) -> list[tuple[Any, torch.Tensor]]:
         """Send a file to a rank: its size, and then its pages. For None send the size 0 alone."""
         size = 0 if name is None else os.path.getsize(self._path_of(name))
         messages = [torch.tensor([size], device="cpu")]
@@ -179,7 +181,7 @@ class SharedMemory(LocalFolder):
             messages += torch.from_file(self._path_of(name), size=size, dtype=torch.uint8).split(PAGE_BYTES)
         return [(dist.isend(x, receiver, group=self.hosts.group), x) for x in messages]
 
-    def _receive(self, name: str, source: int) -> None:
+    def _receive_file(self, name: str, source: int) -> None:
         """Receive a file from a rank."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(size, source, group=self.hosts.group)
@@ -222,12 +224,12 @@ class SharedMemory(LocalFolder):
                 first.setdefault(tuple(numbers), rank)
         for rank in first.values():
             data_there = self.hosts.broadcast(data, rank)
-            is_present = [any(x) for x in zip(*self._present(parse(data_there)), strict=True)]
+            is_present = [any(x) for x in zip(*self._files_of_ranks(parse(data_there)), strict=True)]
             if all(is_present):
                 return data_there
         return None
 
-    def _present(self, manifest: Manifest) -> list[list[int]]:
+    def _files_of_ranks(self, manifest: Manifest) -> list[list[int]]:
         """Return, for each rank, which files its host has."""
         pairs = zip(manifest.names, manifest.files, strict=True)
         return self.hosts.numbers([int(self.size(name) == file.size) for name, file in pairs])
@@ -245,7 +247,7 @@ class SharedMemory(LocalFolder):
             return
         local = set(writers)
         needs = self.hosts.numbers([int(r in local) for r in range(len(manifest.files))])
-        files_of_rank = self._present(manifest)
+        files_of_rank = self._files_of_ranks(manifest)
         for i, name in enumerate(manifest.names):
             source = next(r for r, is_there in enumerate(files_of_rank) if is_there[i])
             for host in dict.fromkeys(self.hosts.host_of_rank):
@@ -254,10 +256,10 @@ class SharedMemory(LocalFolder):
                 if files_of_rank[leader][i] or not any(needs[r][i] for r in ranks):
                     continue
                 if self.hosts.rank == source:
-                    for work, _ in self._send(name, leader):
+                    for work, _ in self._send_file(name, leader):
                         work.wait()
                 if self.hosts.rank == leader:
-                    self._receive(name, source)
+                    self._receive_file(name, source)
         self.hosts.numbers([0])  # a barrier: all files have arrived
 
     def move_to(self, ranks: int) -> None:
@@ -266,7 +268,7 @@ class SharedMemory(LocalFolder):
         if data is None:
             return
         manifest, own_rank = parse(data), self.hosts.rank
-        is_on_host = [any(is_there) for is_there in zip(*self._present(manifest)[:ranks], strict=True)]
+        is_on_host = [any(is_there) for is_there in zip(*self._files_of_ranks(manifest)[:ranks], strict=True)]
         self.fetch(manifest, [i for i, is_there in enumerate(is_on_host) if not is_there and i % ranks == own_rank])
         if own_rank < ranks and self.is_host_leader:
             self.put(MANIFEST, data)

@@ -137,7 +137,7 @@ class ElasticRun:
         self._in_memory.wait()
         self._on_disk.wait()
 
-    def _end(self) -> None:
+    def _release_if_complete(self) -> None:
         """Release the hosts' memory, if the run is on disk to its end."""
         self.wait()
         if self.step == self.steps:
@@ -249,7 +249,7 @@ def run(
         memory=memory,
         copies=copies,
     )
-    result = _train(elastic_run, train)
+    result = _run_training(elastic_run, train)
     if world is not None and used_ranks < world.size and mesh.rank == 0:
         _end_spares(world, call_number)
     return result
@@ -303,7 +303,7 @@ def _batch_plan(mesh: Mesh, data_axes: tuple[str, ...], global_batch: int, micro
     )
 
 
-def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], _T]) -> _T:
+def _run_training(elastic_run: ElasticRun, train: Callable[[ElasticRun], _T]) -> _T:
     """Call the user's function, and release the hosts' memory if it came to the end of the run."""
     with _leave_at_saved_step(elastic_run):
         try:
@@ -313,7 +313,7 @@ def _train(elastic_run: ElasticRun, train: Callable[[ElasticRun], _T]) -> _T:
                     f"fzero.elastic.run: the function returned after step {max(elastic_run.step, 0)} of "
                     f"{elastic_run.steps}, as far as run.save was told: call run.save(i + 1, state) after each step"
                 )
-            elastic_run._end()
+            elastic_run._release_if_complete()
             return result
         except LostRankError:
             _log.error("rank %d ends after step %d, to be started again", elastic_run.mesh.rank, elastic_run.step)

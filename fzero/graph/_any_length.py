@@ -88,7 +88,7 @@ class AnyLength:
             return
         self.traced.append(_TracedCall(length, key, entry))
         if len(self.traced) >= SAMPLES:
-            self._find(options, arguments)
+            self._find_formula(options, arguments)
 
     def entry(self, options: JitOptions, length: int, arguments: Arguments) -> Entry | None:
         """Return the entry of a call without a trace; None if it needs one.
@@ -118,7 +118,7 @@ class AnyLength:
         )
         return replace(self.sample_entry, best=best, rejected=[], executable=None, is_traced=False)
 
-    def _find(self, options: JitOptions, arguments: Arguments) -> None:
+    def _find_formula(self, options: JitOptions, arguments: Arguments) -> None:
         """Find the formula and the lengths for which it holds; keep them if all ranks find one."""
         result: tuple[LengthFormula, Callable[[int], bool], Entry] | None = None
         groups = [[x for x in self.traced if x.structure == first.structure] for first in self.traced]
@@ -217,7 +217,9 @@ def _record_decisions(
     if len(devices) > 1:
         raise _torch.FixedSizeError("its arguments lie on several devices")
     mesh, step = options.step.mesh, options.step
-    sample_call, other_call = [_one_rank_arguments(arguments.rebuild(_metas(x.key)), mesh) for x in (sample, other)]
+    sample_call, other_call = [
+        _one_rank_arguments(arguments.rebuild(_meta_tensors(x.key)), mesh) for x in (sample, other)
+    ]
     if mesh is not None:
         coordinates = () if mesh.simulated else zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True)
         step = step.on_mesh(planned_mesh(mesh.shape, tuple(coordinates)))
@@ -232,7 +234,7 @@ def _record_decisions(
         return _torch.decisions(run, sample_call.tensors, dims, devices.pop())
 
 
-def _metas(key: Key) -> list[torch.Tensor]:
+def _meta_tensors(key: Key) -> list[torch.Tensor]:
     return [
         torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, dtype, strides, *_ in key.tensors
     ]

@@ -251,17 +251,17 @@ class Jitted:
             )
             return self.step(*args, **kwargs)
         with UserFrames():
-            arguments = self._arguments(args, kwargs)
+            arguments = self._call_arguments(args, kwargs)
             arguments.check_plain()
             if self.options.backend in ("inductor", "inductor-whole"):
                 on_cpu = step.mesh is None or step.mesh.device.type == "cpu"
                 (_torch.start_cpu_probe if on_cpu else _torch.start_import)()
-            entry, lengths = self._entry(arguments, args), self._lengths if self.options.dynamic else None
+            entry, lengths = self._find_entry(arguments, args), self._lengths if self.options.dynamic else None
             with publish_step(step.name):
 
                 def run(*values: Any, **named: Any) -> Any:
                     is_first = [id(x) for x in values] == [id(x) for x in args]  # else a check runs it on copies
-                    return entry.run(arguments if is_first else self._arguments(values, named), values, lengths)
+                    return entry.run(arguments if is_first else self._call_arguments(values, named), values, lengths)
 
                 return step.run_checked(run, *args, **kwargs)
 
@@ -276,7 +276,7 @@ class Jitted:
         Returns:
             A `Plan`. In a simulation it covers the whole world in one process; `fzero.plan` plans one rank.
         """
-        return self._entry(self._arguments(args, kwargs), args).plan
+        return self._find_entry(self._call_arguments(args, kwargs), args).plan
 
     def timeline(self, *args: Any, **kwargs: Any) -> list[Interval]:
         """List when compute, collectives and the host are busy in a planned step, by the cost model.
@@ -285,7 +285,7 @@ class Jitted:
             *args: the step's arguments, real or meta tensors.
             **kwargs: the step's arguments by name, likewise.
         """
-        entry = self._entry(self._arguments(args, kwargs), args)
+        entry = self._find_entry(self._call_arguments(args, kwargs), args)
         return timeline(entry.best.graph, self.options.hardware)
 
     def plan_as(self, settings: PlanSettings, *args: Any, **kwargs: Any) -> Plan:
@@ -297,19 +297,19 @@ class Jitted:
             **kwargs: the step's arguments by name, likewise.
         """
         options = ScheduleOptions.of(settings)
-        entry = self._entries.get(call_key(self._arguments(args, kwargs)))
+        entry = self._entries.get(call_key(self._call_arguments(args, kwargs)))
         if entry is None:  # only this schedule is needed
             return self.with_options(schedule_options=options).plan(*args, **kwargs)
         return entry.with_schedule(options).plan
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def _call_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         arguments = flatten_arguments(args, kwargs)
         return arguments if self.options.recordings is None else arguments.with_scalars_on_device()
 
     def __str__(self) -> str:
         return str(self.options)
 
-    def _entry(self, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
+    def _find_entry(self, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         """Return the entry for arguments like these. Trace the step if there is none."""
         key = call_key(arguments)
         entry = self._entries.get(key)
@@ -320,7 +320,7 @@ class Jitted:
                         f"donate={self.options.donate}: the step was called with {len(args)} positional arguments"
                     )
             entry = self._at_length(key, arguments, args) if self.options.dynamic else None
-            self._entries[key] = entry = self._trace(self.options, arguments, args) if entry is None else entry
+            self._entries[key] = entry = self._trace_entry(self.options, arguments, args) if entry is None else entry
             if entry.is_traced:
                 self._lengths.planned_graphs.append((argument_shapes(arguments.tensors), entry.best.graph))
         entry.check_splits(arguments, args)
@@ -338,11 +338,11 @@ class Jitted:
         entry = self._any_length.entry(self.options, length, arguments)
         if entry is None:
             options = self.options._replace(schedule_options=ScheduleOptions.of(first.best.settings))
-            entry = self._trace(options, arguments, args)
+            entry = self._trace_entry(options, arguments, args)
             self._any_length.learn(length, key, entry, self.options, arguments)
         return entry
 
-    def _trace(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
+    def _trace_entry(self, options: JitOptions, arguments: Arguments, args: tuple[Any, ...]) -> Entry:
         self._log_trace(arguments)
         if (heartbeat := current_heartbeat()) is not None:
             heartbeat.publish(f"tracing {options.step.name}")

@@ -98,7 +98,7 @@ class ReplicaGroups:
             value = x.value
             if self.mesh.simulated and self.over in names:
                 self._check_rows(value, names)
-                value = tree.map(lambda rows: self._row(rows, names, replica), value)
+                value = tree.map(lambda rows: self._replica_part(rows, names, replica), value)
             if self.over in names and not rest:  # one value for all ranks of the replica
                 return value
             return PerRank(value, None if rest == self.inner_axes else rest, x.split)
@@ -108,12 +108,15 @@ class ReplicaGroups:
     def join(self, trees: Sequence[Any]) -> list[PerRank]:
         """Return the distinct tensors of a tree that each replica holds, as arguments of a program of all ranks."""
         columns = zip(*[_distinct_tensors(x) for x in trees], strict=True)
-        return [self._join_replicas(xs, names) for xs, names in zip(columns, self._axes(trees[0]), strict=True)]
+        return [
+            self._join_replicas(xs, names) for xs, names in zip(columns, self._differing_axes(trees[0]), strict=True)
+        ]
 
     def box(self, values: Any) -> list[PerRank]:
         """Return the distinct tensors of a tree as results of a program of all ranks, which differ along `over`."""
         return [
-            PerRank(x, self._with_over(a)) for x, a in zip(_distinct_tensors(values), self._axes(values), strict=True)
+            PerRank(x, self._with_over(a))
+            for x, a in zip(_distinct_tensors(values), self._differing_axes(values), strict=True)
         ]
 
     def write(self, boxes: Sequence[PerRank], trees: Sequence[Any]) -> None:
@@ -124,7 +127,7 @@ class ReplicaGroups:
         for row, x in enumerate(trees):
             for old, box in zip(_distinct_tensors(x), boxes, strict=True):
                 names = self.mesh.axis_names if box.axes is None else box.axes
-                old.copy_(self._row(box.value, names, row) if self.mesh.simulated else box.value)
+                old.copy_(self._replica_part(box.value, names, row) if self.mesh.simulated else box.value)
 
     def wrap_results(self, trees: Sequence[Any]) -> Any:
         """Return a result of the replicas: plain tensors as values that differ along `over`, boxes in `Replicas`."""
@@ -144,7 +147,7 @@ class ReplicaGroups:
                     f"{', '.join(names)} of {self.mesh!r}; split the batch with its split, mesh.split(batch)"
                 )
 
-    def _row(self, x: torch.Tensor, names: Sequence[str], replica: int) -> torch.Tensor:
+    def _replica_part(self, x: torch.Tensor, names: Sequence[str], replica: int) -> torch.Tensor:
         """Return one replica's part of a simulated value `[N, ...]`, stacked along axes with `over` among them."""
         sizes = [size for name, size in self.mesh.shape if name in names]
         part = x.unflatten(0, sizes).select(list(names).index(self.over), replica)
@@ -160,7 +163,7 @@ class ReplicaGroups:
         stacked = stacked.unflatten(1, sizes) if len(sizes) > 1 else stacked
         return PerRank(stacked.movedim(0, axes.index(self.over)).flatten(0, len(sizes)), axes)
 
-    def _axes(self, values: Any) -> list[tuple[str, ...]]:
+    def _differing_axes(self, values: Any) -> list[tuple[str, ...]]:
         """List the axes of a replica's mesh along which each distinct tensor of its tree differs."""
         axes = leaf_axes(values, self.inner_axes)
         return [axes[i] for i in tree.index_tensors(tree.flatten(values)[0])[0]]

@@ -50,7 +50,7 @@ class SyncSchedule:
     def parts_to_send(self, count: int) -> tuple[int, ...]:
         """List the parts that are sent after step number `count`; the first step has number 1."""
         return tuple(
-            [part for part in range(self.parts) if count > 0 and (count - self._offset(part)) % self.every == 0]
+            [part for part in range(self.parts) if count > 0 and (count - self._part_offset(part)) % self.every == 0]
         )
 
     def parts_to_apply(self, count: int) -> tuple[int, ...]:
@@ -72,5 +72,5 @@ class SyncSchedule:
         """Return whether all replicas hold the same parameters after step number `count`."""
         return count == 0 or (self.parts == 1 and self.delay == 0 and count % self.every == 0)
 
-    def _offset(self, part: int) -> int:
+    def _part_offset(self, part: int) -> int:
         return (part + 1) * self.every // self.parts

@@ -136,7 +136,7 @@ class _ScaledOperand(NamedTuple):
         return _ScaledOperand(self.codes.mT, self.scale)
 
 
-def _encode(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> _ScaledOperand:
+def _encode_matrix(x: torch.Tensor, dtype: torch.dtype, is_rowwise: bool) -> _ScaledOperand:
     """Return the codes of a matrix, without a derivative."""
     x = x.detach()
     # infinity if a number is not finite: a quotient is then 0 or nan, and the product nan
@@ -155,8 +155,8 @@ def _scaled_product(
     """Return `a @ b.mT` of `[m, k]` and `[n, k]`, from these codes of the operands or by default from their own."""
     if not a.numel() or not b.numel():
         return a @ b.mT  # nothing has no largest magnitude
-    a_operand = _encode(a, recipe.a, recipe.is_rowwise) if a_operand is None else a_operand
-    b_operand = _encode(b, recipe.b, recipe.is_rowwise) if b_operand is None else b_operand
+    a_operand = _encode_matrix(a, recipe.a, recipe.is_rowwise) if a_operand is None else a_operand
+    b_operand = _encode_matrix(b, recipe.b, recipe.is_rowwise) if b_operand is None else b_operand
     return _apply_product(recipe, a, b, *a_operand, *b_operand)
 
 
@@ -207,11 +207,11 @@ class _Product(torch.autograd.Function):
             of_a = _scaled_product(recipe, g, b.mT) if needs_a else None
             of_b = _scaled_product(recipe, g.mT, a.mT) if needs_b else None
             return None, of_a, of_b, None, None, None, None
-        g_operand = _encode(g, recipe.a, False)
+        g_operand = _encode_matrix(g, recipe.a, False)
         if needs_a:
-            of_a = _scaled_product(recipe, g, b.mT, g_operand, _encode(b, _VALUE_DTYPE, False).transposed)
+            of_a = _scaled_product(recipe, g, b.mT, g_operand, _encode_matrix(b, _VALUE_DTYPE, False).transposed)
         if needs_b:
-            a_operand = _ScaledOperand(*scales) if scales else _encode(a, _VALUE_DTYPE, False)
+            a_operand = _ScaledOperand(*scales) if scales else _encode_matrix(a, _VALUE_DTYPE, False)
             of_b = _scaled_product(recipe, g.mT, a.mT, g_operand.transposed, a_operand.transposed)
         return None, of_a, of_b, None, None, None, None
 

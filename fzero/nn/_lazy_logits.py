@@ -96,7 +96,7 @@ class _LazyLogits:
             return replace(self, dtype=place)
         if place is not None and torch.device(place) == self.device:
             return self
-        raise self._error(f"to({place})")
+        raise self._unsupported_error(f"to({place})")
 
     # Operations that move tokens.
 
@@ -104,9 +104,9 @@ class _LazyLogits:
         """Give the tokens another shape; the last dimension must be that of the classes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         if not sizes or sizes[-1] not in (self.classes, -1) or (sizes[-1] == -1 and -1 in sizes[:-1]):
-            raise self._error(f"view{tuple(sizes)} of {list(self.shape)}")
+            raise self._unsupported_error(f"view{tuple(sizes)} of {list(self.shape)}")
         if sizes[-1] == -1 and torch.Size(sizes[:-1]).numel() != self.hidden.shape[:-1].numel():
-            raise self._error(f"view{tuple(sizes)} of {list(self.shape)}")
+            raise self._unsupported_error(f"view{tuple(sizes)} of {list(self.shape)}")
         return replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     reshape = view
@@ -114,18 +114,18 @@ class _LazyLogits:
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "_LazyLogits":
         """Flatten dimensions of tokens."""
         if self.ndim < 2 or end_dim % self.ndim == self.ndim - 1:
-            raise self._error(f"flatten({start_dim}, {end_dim})")
+            raise self._unsupported_error(f"flatten({start_dim}, {end_dim})")
         return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
 
     def __getitem__(self, index: Any) -> "_LazyLogits":
         parts = list(index) if isinstance(index, tuple) else [index]
         if not all(part is Ellipsis or isinstance(part, slice | int) for part in parts) or parts.count(Ellipsis) > 1:
-            raise self._error(f"[{index}]")
+            raise self._unsupported_error(f"[{index}]")
         dots = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
         after = len(parts) - dots - 1 if dots < len(parts) else 0
         of_tokens = [*parts[:dots], *[slice(None)] * (self.ndim - dots - after), *parts[len(parts) - after :]]
         if len(of_tokens) != self.ndim or of_tokens[-1] != slice(None):
-            raise self._error(f"[{index}]")
+            raise self._unsupported_error(f"[{index}]")
         return replace(self, hidden=self.hidden[tuple(of_tokens)])
 
     # Operations that change logits one by one.
@@ -149,7 +149,7 @@ class _LazyLogits:
     def _check_number(self, sign: str, x: Any) -> Any:
         if isinstance(x, Real):
             return x
-        raise self._error(f"{sign} {type(x).__name__}")
+        raise self._unsupported_error(f"{sign} {type(x).__name__}")
 
     # Their loss, and all else.
 
@@ -159,12 +159,12 @@ class _LazyLogits:
         if function in _FUNCTIONS and isinstance(args[0] if args else kwargs.get("input"), cls):
             return _FUNCTIONS[function](*args, **kwargs)
         logits = next(x for x in [*args, *kwargs.values()] if isinstance(x, cls))
-        raise logits._error(getattr(function, "__name__", str(function)))
+        raise logits._unsupported_error(getattr(function, "__name__", str(function)))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_logits_message(self.model, name))
 
-    def _error(self, operation: str) -> TypeError:
+    def _unsupported_error(self, operation: str) -> TypeError:
         return TypeError(_logits_message(self.model, operation))
 
 
@@ -188,9 +188,9 @@ def _cross_entropy(
     """Compute `torch.nn.functional.cross_entropy` of logits `[v]` or `[n, v]`."""
     other = {"weight": weight, "size_average": size_average, "reduce": reduce}
     if names := [name for name, x in other.items() if x is not None]:
-        raise input._error(f"cross_entropy({names[0]}=)")
+        raise input._unsupported_error(f"cross_entropy({names[0]}=)")
     if input.ndim > 2:  # there the classes are dimension 1
-        raise input._error(f"cross_entropy of {list(input.shape)}")
+        raise input._unsupported_error(f"cross_entropy of {list(input.shape)}")
     options = LossOptions(ignore_index, reduction, label_smoothing, axis=input.axis)
     return head_cross_entropy(
         input.hidden, input.weight, labels=target, bias=input.bias, maps=input.maps, options=options

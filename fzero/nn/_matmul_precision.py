@@ -59,7 +59,7 @@ class MatmulPrecision:
         Raises:
             ValueError: if the rule names no layer, or one whose sizes are not multiples of 16.
         """
-        weights = {path: _weight(m) for path, m in _linear_layers(module).items()}
+        weights = {path: _module_weight(m) for path, m in _linear_layers(module).items()}
         names = (
             _default_layers(module, weights)
             if self.layers is None
@@ -74,11 +74,11 @@ class MatmulPrecision:
                 )
         if not names:
             raise ValueError(
-                f"matmul_precision: no layer of {type(module).__name__} is chosen: {self._advice(weights)}"
+                f"matmul_precision: no layer of {type(module).__name__} is chosen: {self._layer_advice(weights)}"
             )
         return tuple(names)
 
-    def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
+    def _layer_advice(self, weights: Mapping[str, torch.Tensor]) -> str:
         """Return which layers can be chosen, for an error."""
         usable = [path for path, w in weights.items() if _has_multiple_sizes(w)]
         if usable:
@@ -136,7 +136,7 @@ def _is_transposed(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and {"nf", "nx"} <= vars(module).keys()
 
 
-def _weight(module: Any) -> torch.Tensor:
+def _module_weight(module: Any) -> torch.Tensor:
     return module.weight
 
 

@@ -81,7 +81,7 @@ class NonFiniteTracker:
 
     def before(self, operation: WatchedOperation) -> list[Edge]:
         """Return edges to the non-finite values that the operation may overwrite."""
-        return [] if operation.name in _OVERWRITE else self._edges(operation.mutated_arguments, operation)
+        return [] if operation.name in _OVERWRITE else self._parent_edges(operation.mutated_arguments, operation)
 
     def record_operation(
         self, operation: WatchedOperation, overwritten: list[Edge], results: Sequence[torch.Tensor]
@@ -94,7 +94,7 @@ class NonFiniteTracker:
             return
         if name == "aten::equal" and self.size > 1 and not bound_axes():
             # all ranks have ended: the first one's value stands for all as a result, so it descends from the others'
-            for e in self._edges(operation.arguments[1:], operation):
+            for e in self._parent_edges(operation.arguments[1:], operation):
                 self._remember(operation.arguments[:1], e.number)
             return
         storages = {tensor_memory(x).storage for x in operation.arguments if is_real(x)}
@@ -111,7 +111,9 @@ class NonFiniteTracker:
         kind = nonfinite_kind(x)
         if kind:
             # a mask of -inf in the batch is intended, so it is reported only if nothing else is found
-            cause = ValueCause(self._order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above)
+            cause = ValueCause(
+                self._event_order(), ranks, leaf, value=str(kind), is_intended=not kind.nan and not kind.above
+            )
             self._remember([x], self._add_value(kind.nan, [], cause))
 
     def record_result(self, x: torch.Tensor, path: str) -> None:
@@ -131,7 +133,7 @@ class NonFiniteTracker:
         kind = _Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
         mutated_ids = {id(x) for x in operation.mutated_arguments}
         parents = (
-            overwritten + self._edges([x for x in operation.arguments if id(x) not in mutated_ids], operation)
+            overwritten + self._parent_edges([x for x in operation.arguments if id(x) not in mutated_ids], operation)
             if kind
             else []
         )
@@ -141,7 +143,7 @@ class NonFiniteTracker:
             return
         parents = list(dict.fromkeys(parents))
         first = not parents or (kind.nan and not any(e.nan for e in parents))
-        number = self._add_value(kind.nan, parents, self._cause(operation, kind) if first else None)
+        number = self._add_value(kind.nan, parents, self._value_cause(operation, kind) if first else None)
         self._remember([x for x, k in kinds if k], number)
 
     def _record_messages(self, operation: WatchedOperation, results: Sequence[torch.Tensor]) -> None:
@@ -149,8 +151,8 @@ class NonFiniteTracker:
         collective = self.collective_count()
         is_receive = "recv" in operation.name
         if not is_receive:
-            self.graph.operands.setdefault(collective, []).extend(self._edges(operation.arguments, operation))
-        cause = self._cause(operation, _FINITE, with_inputs=False)
+            self.graph.operands.setdefault(collective, []).extend(self._parent_edges(operation.arguments, operation))
+        cause = self._value_cause(operation, _FINITE, with_inputs=False)
 
         def record_received(nan: bool) -> int:
             return self._add_value(nan, [], cause, collective)
@@ -164,7 +166,7 @@ class NonFiniteTracker:
         operation, cause = WatchedOperation(operation.name, [], [], []), list[ValueCause]()
 
         def record_read(nan: bool) -> int:
-            cause[:] = cause or [self._cause(operation, _FINITE, with_inputs=False)]
+            cause[:] = cause or [self._value_cause(operation, _FINITE, with_inputs=False)]
             return self._add_value(nan, [], cause[0])
 
         return record_read
@@ -186,9 +188,9 @@ class NonFiniteTracker:
         """Forget the values in memory that is overwritten."""
         if is_real(x) and x.is_contiguous():
             memory = tensor_memory(x)
-            self._prune(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
+            self._prune_memories(memory.storage, lambda m: m.first < memory.first or m.stop > memory.stop)
 
-    def _prune(self, storage: int, keep: Callable[[Memory], bool]) -> list[_NonFiniteMemory]:
+    def _prune_memories(self, storage: int, keep: Callable[[Memory], bool]) -> list[_NonFiniteMemory]:
         regions = [r for r in self._regions.get(storage, ()) if not r.memory.is_freed and keep(r.memory)]
         if regions:
             self._regions[storage] = regions
@@ -196,7 +198,7 @@ class NonFiniteTracker:
             self._regions.pop(storage, None)
         return regions
 
-    def _edges(self, xs: Sequence[torch.Tensor], operation: WatchedOperation) -> list[Edge]:
+    def _parent_edges(self, xs: Sequence[torch.Tensor], operation: WatchedOperation) -> list[Edge]:
         kinds = [(x, nonfinite_kind(x)) for x in xs]
         return [e for x, kind in kinds if kind for e in self._find_edges(x, kind, operation)]
 
@@ -205,7 +207,7 @@ class NonFiniteTracker:
         memory = tensor_memory(x)
         regions = [
             r
-            for r in self._prune(memory.storage, lambda m: True)
+            for r in self._prune_memories(memory.storage, lambda m: True)
             if r.memory.first < memory.stop and r.memory.stop > memory.first
         ]
         numbers = [r.number for r in regions if r.expected is None]
@@ -225,21 +227,21 @@ class NonFiniteTracker:
 
     def _record_captured(self, kind: _Kind, operation: WatchedOperation) -> int:
         """Record a tensor from before the call that is not an argument: one that a function captured."""
-        cause = self._cause(operation, kind, with_inputs=False)
+        cause = self._value_cause(operation, kind, with_inputs=False)
         leaf = "a tensor that the step captured, or keeps as a constant"
         is_intended = not kind.nan and not kind.above
         return self._add_value(kind.nan, [], ValueCause(**{**vars(cause), "leaf": leaf, "is_intended": is_intended}))
 
-    def _order(self) -> tuple[int, int, int]:
+    def _event_order(self) -> tuple[int, int, int]:
         return self.collective_count() if self.rank is not None else 0, self.rank or 0, len(self.graph.values)
 
-    def _cause(self, operation: WatchedOperation, kind: _Kind, with_inputs: bool = True) -> ValueCause:
+    def _value_cause(self, operation: WatchedOperation, kind: _Kind, with_inputs: bool = True) -> ValueCause:
         """Return what is known of the operation that made a value non-finite: its line, code and inputs."""
         site = current_call_site()
         file, _, number = site.line.rpartition(":")
         name = operation.name.split("::")[-1].strip("_")
         return ValueCause(
-            order=self._order(),
+            order=self._event_order(),
             ranks=tuple(range(self.size)) if site.collective else self._current_rank(),
             operation=f"{name}, in a collective" if site.collective else name,
             value=str(kind),

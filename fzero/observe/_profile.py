@@ -87,9 +87,9 @@ class Profile(FigureReport):
         device = any(c.device_seconds for c in self.kinds)
         head = f"{self.name}: {self.seconds * 1e3:.2f} ms a step, {self.profiled_seconds * 1e3:.2f} with the profiler"
         lines = [head, _table_line("", "ms", "share", "calls", "device ms" if device else "")]
-        lines += [self._row(c, device) for c in self.kinds]
+        lines += [self._format_row(c, device) for c in self.kinds]
         lines += ["", "the most expensive operations"]
-        lines += [self._row(c, device) for c in self.operations[:8]]
+        lines += [self._format_row(c, device) for c in self.operations[:8]]
         return "\n".join([*lines, "", *self._by_stack(), *self._by_line()])
 
     def _by_stack(self) -> list[str]:
@@ -129,7 +129,7 @@ class Profile(FigureReport):
     def _draw_figure(self) -> Any:
         return draw(self.name, self.spans)
 
-    def _row(self, cost: Cost, device: bool) -> str:
+    def _format_row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"
         on_device = f"{cost.device_seconds * 1e3:.2f}" if device else ""
         return _table_line(_in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)

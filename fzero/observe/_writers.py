@@ -137,11 +137,11 @@ class _JsonLines:
 
     def __call__(self, rows: Rows) -> None:
         if not self._has_begun:
-            self._begin(rows[0][0])
+            self._truncate_from(rows[0][0])
         with open(self._path, "a") as f:
             f.writelines([json.dumps({"step": step, **_json_values(row)}) + "\n" for step, row in rows])
 
-    def _begin(self, first: int) -> None:
+    def _truncate_from(self, first: int) -> None:
         """Remove the lines from step `first` on, and a last line that a kill cut off."""
         os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
         if os.path.exists(self._path):

@@ -48,7 +48,7 @@ class Step:
         Returns:
             With the last one the mean loss of all processes' micro-batches, else None.
         """
-        self._micro_batches.append({"batch": self._cast(batch)})
+        self._micro_batches.append({"batch": self._cast_batch(batch)})
         if not self._accelerator.sync_gradients:
             return None
         batches = list(self._micro_batches)
@@ -69,7 +69,7 @@ class Step:
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
         try:
-            return self._engine.call(f, self._cast(batch))
+            return self._engine.call(f, self._cast_batch(batch))
         finally:
             for m, mode in modes:
                 m.training = mode
@@ -78,7 +78,7 @@ class Step:
         """Return all weights on the main process's host, and nothing on others. All processes call it."""
         return self._engine.state_dict(is_writer=self._accelerator.is_main_process)
 
-    def _cast(self, batch: Any) -> Any:
+    def _cast_batch(self, batch: Any) -> Any:
         """Bring floating-point tensors to the dtype of half-precision parameters."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         return batch if self._precision is None else tree.map(lambda x: cast(x, self._precision), batch)

@@ -157,13 +157,13 @@ class Strategy(Processes):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, and compute its gradients."""
         assert self._engine is not None
-        batch = {"args": self._cast(args), "kwargs": self._cast(kwargs)}
+        batch = {"args": self._cast_batch(args), "kwargs": self._cast_batch(kwargs)}
         _, self._new = self._engine.gradients(batch)
         output, self._output = self._output, None
         return output
 
     def _loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        with self._context("train"):
+        with self._precision_context("train"):
             output = model.training_step(*batch["args"], **batch["kwargs"])
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
@@ -216,20 +216,20 @@ class Strategy(Processes):
 
     def _evaluate(self, stage: str, name: str, args: Any, kwargs: Any) -> Any:
         assert self._engine is not None
-        args, kwargs = self._cast(args), self._cast(kwargs)
+        args, kwargs = self._cast_batch(args), self._cast_batch(kwargs)
 
         def run(model: Any, batch: Any) -> Any:
-            with self._context(stage):
+            with self._precision_context(stage):
                 return getattr(model, name)(*args, **kwargs)
 
         return self._engine.call(run, {})
 
-    def _context(self, stage: str) -> AbstractContextManager[Any]:
+    def _precision_context(self, stage: str) -> AbstractContextManager[Any]:
         """Return the context of the precision setting, except for autocast, which half-precision parameters replace."""
         plugin = self.precision_plugin
         return nullcontext() if isinstance(plugin, MixedPrecision) else getattr(plugin, f"{stage}_step_context")()
 
-    def _cast(self, batch: Any) -> Any:
+    def _cast_batch(self, batch: Any) -> Any:
         """Bring floating-point tensors to the dtype of half-precision parameters."""
         return apply_to_collection(batch, torch.Tensor, lambda x: cast(x, self._precision))
 

@@ -31,7 +31,7 @@ class _CommandOption(NamedTuple):
     settings: dict[str, Any]
 
 
-def _option(name: str, help: str, **settings: Any) -> _CommandOption:
+def _make_option(name: str, help: str, **settings: Any) -> _CommandOption:
     return _CommandOption(name, help, settings)
 
 
@@ -108,25 +108,25 @@ def _parse_remat(text: str) -> bool | str:
 
 _PLAN = {
     "the run": [
-        _option(
+        _make_option(
             "model", f"{', '.join(PRESETS)}, or several; a config.json or its folder; or module:make_step", nargs="?"
         ),
-        _option("--world", "all ranks; several are compared", type=_list_parser(int), metavar="8,64"),
-        _option("--batch", "samples of one step, over all ranks", type=_list_parser(int), metavar="512"),
-        _option("--length", "tokens of a sequence, or the side of an image in pixels", type=_list_parser(int)),
-        _option("--depth", "number of blocks; with module:make_step, it must build config.depth", type=int),
+        _make_option("--world", "all ranks; several are compared", type=_list_parser(int), metavar="8,64"),
+        _make_option("--batch", "samples of one step, over all ranks", type=_list_parser(int), metavar="512"),
+        _make_option("--length", "tokens of a sequence, or the side of an image in pixels", type=_list_parser(int)),
+        _make_option("--depth", "number of blocks; with module:make_step, it must build config.depth", type=int),
     ],
     "the machine": [
-        _option("--machine", f"of {', '.join(MACHINES)}, calibrated", type=_list_parser(str), default=("h100",)),
-        _option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_parse_bytes),
-        _option("--margin", "the share of --memory that plans do not count; 0.07 on a GPU", type=float),
-        _option(
+        _make_option("--machine", f"of {', '.join(MACHINES)}, calibrated", type=_list_parser(str), default=("h100",)),
+        _make_option("--memory", "memory of a device, such as 80GB; by default that of --machine", type=_parse_bytes),
+        _make_option("--margin", "the share of --memory that plans do not count; 0.07 on a GPU", type=float),
+        _make_option(
             "--network-bandwidth",
             "bytes a second that a device sends between hosts; by default that of --machine",
             type=_parse_bytes,
             metavar="5GB",
         ),
-        _option(
+        _make_option(
             "--axis-bandwidths",
             "bytes a second of collectives along an axis",
             type=_parse_bandwidths,
@@ -134,47 +134,47 @@ _PLAN = {
         ),
     ],
     "settings to try": [
-        _option("--stages", "ZeRO stages", type=_list_parser(int), default=(1, 2, 3), metavar="1,2,3"),
-        _option(
+        _make_option("--stages", "ZeRO stages", type=_list_parser(int), default=(1, 2, 3), metavar="1,2,3"),
+        _make_option(
             "--micro-batches", "by default 1 to 16, as far as they divide", type=_list_parser(int), metavar="1,2,4"
         ),
-        _option(
+        _make_option(
             "--remat",
             "what the backward pass recomputes of each block: nothing, all but matrix products, every second one, all",
             type=_list_parser(_parse_remat),
             default=USUAL_REMATS,
             metavar="no,matmuls,every-2,yes",
         ),
-        _option(
+        _make_option(
             "--precision",
             "dtypes of the computation; half precision has float32 masters",
             type=_list_parser(str),
             default=("bfloat16",),
             metavar="bfloat16,float32",
         ),
-        _option(
+        _make_option(
             "--offload", "shares of the state on the host", type=_list_parser(float), default=(0.0,), metavar="0,0.5,1"
         ),
-        _option(
+        _make_option(
             "--ep",
             "ranks that experts are split over; by default 1, and up to 8",
             type=_list_parser(int),
             metavar="1,8",
         ),
-        _option(
+        _make_option(
             "--host",
             "hosts of an axis of their own: a unit then passes the link between hosts once a step",
             type=_parse_sizes,
             default=(1,),
             metavar="1,8 or auto",
         ),
-        _option("--cp", "ranks that share each sequence", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
-        _option("--tp", "ranks that share each matrix", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
-        _option("--pp", "ranks along a pipeline", type=_parse_sizes, default=(1,), metavar="1,4 or auto"),
-        _option(
+        _make_option("--cp", "ranks that share each sequence", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
+        _make_option("--tp", "ranks that share each matrix", type=_parse_sizes, default=(1,), metavar="1,8 or auto"),
+        _make_option("--pp", "ranks along a pipeline", type=_parse_sizes, default=(1,), metavar="1,4 or auto"),
+        _make_option(
             "--schedule", "pipeline schedules", type=_list_parser(str), default=("1f1b",), metavar="1f1b,interleaved:4"
         ),
-        _option(
+        _make_option(
             "--rows",
             f"how many to plan, those first that may be fastest; by default all, or {SEARCH_ROWS} if an axis is auto",
             type=_parse_count,
@@ -182,39 +182,45 @@ _PLAN = {
         ),
     ],
     "the step": [
-        _option(
+        _make_option(
             "--chunked-loss",
             "compute the loss from chunks of classes, without all logits at once; a third more work for the head",
             action="store_true",
         ),
-        _option(
+        _make_option(
             "--explicit-attention",
             "write attention out, so that its weights are saved for the backward pass",
             action="store_true",
         ),
-        _option("--compile", "count fused operations once, as Inductor compiles a step", action="store_true"),
-        _option("--gather", "gather parameters in these numbers", choices=[*CODECS]),
-        _option("--reduce", "sum gradients over ranks in these numbers", choices=[*CODECS]),
-        _option("--moments", "how the optimizer keeps its moments", choices=["int8", "bfloat16"]),
-        _option("--float8", "multiply in float8 within blocks, so scaled", choices=["tensorwise", "rowwise"]),
+        _make_option("--compile", "count fused operations once, as Inductor compiles a step", action="store_true"),
+        _make_option("--gather", "gather parameters in these numbers", choices=[*CODECS]),
+        _make_option("--reduce", "sum gradients over ranks in these numbers", choices=[*CODECS]),
+        _make_option("--moments", "how the optimizer keeps its moments", choices=["int8", "bfloat16"]),
+        _make_option("--float8", "multiply in float8 within blocks, so scaled", choices=["tensorwise", "rowwise"]),
     ],
     "a long run": [
-        _option(
+        _make_option(
             "--local-steps", "plan local SGD beside it: its replicas average every so many steps", type=_parse_count
         ),
-        _option("--replicas", "with --local-steps: by default a replica on each host", type=_parse_count),
-        _option("--mtbf", "time between failures of a device: prints goodput", type=_parse_seconds, metavar="45000h"),
-        _option("--save-time", "with --mtbf: how long a save stops the steps", type=_parse_seconds, metavar="5s"),
-        _option("--restart-time", "with --mtbf: from a failure to the next step", type=_parse_seconds, metavar="5min"),
-        _option("--repair-time", "with --mtbf: go on without a lost host so long", type=_parse_seconds, metavar="2h"),
-        _option("--days", "with --mtbf: the days of the run, by default 30", type=float),
+        _make_option("--replicas", "with --local-steps: by default a replica on each host", type=_parse_count),
+        _make_option(
+            "--mtbf", "time between failures of a device: prints goodput", type=_parse_seconds, metavar="45000h"
+        ),
+        _make_option("--save-time", "with --mtbf: how long a save stops the steps", type=_parse_seconds, metavar="5s"),
+        _make_option(
+            "--restart-time", "with --mtbf: from a failure to the next step", type=_parse_seconds, metavar="5min"
+        ),
+        _make_option(
+            "--repair-time", "with --mtbf: go on without a lost host so long", type=_parse_seconds, metavar="2h"
+        ),
+        _make_option("--days", "with --mtbf: the days of the run, by default 30", type=float),
     ],
     "output": [
-        _option("--json", "write the table", type=pathlib.Path, metavar="FILE"),
-        _option("--csv", "write the rows", type=pathlib.Path, metavar="FILE"),
-        _option("--html", "write one page for any browser", type=pathlib.Path, metavar="FILE"),
-        _option("--plot", "draw peak against seconds", type=pathlib.Path, metavar="FILE"),
-        _option(
+        _make_option("--json", "write the table", type=pathlib.Path, metavar="FILE"),
+        _make_option("--csv", "write the rows", type=pathlib.Path, metavar="FILE"),
+        _make_option("--html", "write one page for any browser", type=pathlib.Path, metavar="FILE"),
+        _make_option("--plot", "draw peak against seconds", type=pathlib.Path, metavar="FILE"),
+        _make_option(
             "--export",
             f"print the best row as the configuration of {', '.join(EXPORTS)}, or write it into a file",
             type=_parse_export,
@@ -222,8 +228,10 @@ _PLAN = {
             default=[],
             metavar="SYSTEM[=FILE]",
         ),
-        _option("--compare", "compare two tables that --json wrote", nargs=2, type=pathlib.Path, metavar="FILE"),
-        _option("--workers", "processes to plan on", type=int, default=os.cpu_count() or 1),
-        _option("--no-cache", "plan all rows anew; rows of models by name are cached otherwise", action="store_true"),
+        _make_option("--compare", "compare two tables that --json wrote", nargs=2, type=pathlib.Path, metavar="FILE"),
+        _make_option("--workers", "processes to plan on", type=int, default=os.cpu_count() or 1),
+        _make_option(
+            "--no-cache", "plan all rows anew; rows of models by name are cached otherwise", action="store_true"
+        ),
     ],
 }

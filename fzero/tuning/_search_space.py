@@ -164,7 +164,7 @@ class Configuration:
     def holds_no_less_than(self, other: "Configuration") -> bool:
         """Return whether a rank surely holds as many parameters, states and activations as with `other`, or more."""
         return (
-            (self.precision, self.depth, self._fixed) == (other.precision, other.depth, other._fixed)
+            (self.precision, self.depth, self._fixed_settings) == (other.precision, other.depth, other._fixed_settings)
             and self._dims == other._dims
             and self.stage <= other.stage
             and self.micro_batch >= other.micro_batch
@@ -173,7 +173,7 @@ class Configuration:
         )
 
     @property
-    def _fixed(self) -> "FixedSettings":
+    def _fixed_settings(self) -> "FixedSettings":
         return FixedSettings(*[getattr(self, name) for name in FixedSettings._fields])
 
     @property

@@ -354,7 +354,7 @@ def test_a_first_call_starts_the_import_that_its_device_needs(device, expected, 
         monkeypatch.setattr(_torch, name, lambda name=name: started.append(name))
     step = fzero.shard(train_step_for(mlp_loss, optim.sgd(0.1)), stage=3, mesh=fzero.mesh(dp=2, device=device))
     jitted = fzero.jit(step)
-    monkeypatch.setattr(type(jitted), "_entry", lambda *args: 1 / 0)
+    monkeypatch.setattr(type(jitted), "_find_entry", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         jitted(*step.init(mlp_params(), optim.sgd(0.1)), step.mesh.split(mlp_batch(4)))
     assert started == [expected]

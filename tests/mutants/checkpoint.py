@@ -50,7 +50,7 @@ MUTANTS = [
         Fault(
             "the old step is removed before the new one is whole",
             "Checkpoints.save_in_memory",
-            before("return self._start(A, B, C, D, E)", "remove_old()"),
+            before("return self._start_save(A, B, C, D, E)", "remove_old()"),
         ),
     ),
     *File("checkpoint/layout/_local_tree.py", LAWS).faults(
@@ -85,8 +85,8 @@ MUTANTS = [
             "Checkpoints.restore",
             skipped("A = A or str(B)"),
         ),
-        Fault("a step may have 16 digits", "Checkpoints._start", becomes("10 ** A", "10 ** 16"), INPUT),
-        Fault("the next save does not wait", "Checkpoints._start", skipped("self.wait()")),
+        Fault("a step may have 16 digits", "Checkpoints._start_save", becomes("10 ** A", "10 ** 16"), INPUT),
+        Fault("the next save does not wait", "Checkpoints._start_save", skipped("self.wait()")),
         Fault(
             "the newest checkpoint on disk is found without reading its manifest",
             "Checkpoints._newest_on_disk",
@@ -284,7 +284,7 @@ MUTANTS = [
         Fault("a small text takes all memory", "check_containers", never("count > _MAX_CONTAINERS")),
     ),
     *File("checkpoint/_files.py", FUZZ).faults(
-        Fault("a device is read for ever", "LocalFolder._open", always("stat.S_ISREG(A)")),
+        Fault("a device is read for ever", "LocalFolder._open_file", always("stat.S_ISREG(A)")),
     ),
     *File("checkpoint/_inspect.py", FUZZ).faults(
         Fault("a manifest may say that a leaf is empty", "fill_leaf", never("not A.B()")),

@@ -14,7 +14,11 @@ MUTANTS = [
         Fault("a process leaves before its step is kept", "ElasticRun.save", always("A % self._copy_every == 0")),
         Fault("a process that is to end does not leave", "ElasticRun.save", never("self._is_leaving")),
         Fault("the last step is not on disk", "ElasticRun.save", never("A == self.steps")),
-        Fault("memory is released though a run has not ended", "ElasticRun._end", always("self.step == self.steps")),
+        Fault(
+            "memory is released though a run has not ended",
+            "ElasticRun._release_if_complete",
+            always("self.step == self.steps"),
+        ),
         Fault(
             "what came from the disk is not remembered",
             "ElasticRun.restore",

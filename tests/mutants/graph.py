@@ -305,7 +305,11 @@ MUTANTS = [
     *File("graph/planning/_caching_allocator.py", ("tests/graph/planning/test_caching_allocator.py",)).faults(
         Fault("free blocks beside each other stay apart", "_Pool.release", never("A is not None and A.free")),
         Fault("what is left of a large block is always given back", "_Pool.allocate", becomes("A > _MB", "A >= 512")),
-        Fault("a segment that can grow keeps its free end unused", "_Pool._grow", never("A is not None and A.free")),
+        Fault(
+            "a segment that can grow keeps its free end unused",
+            "_Pool._grow_segment",
+            never("A is not None and A.free"),
+        ),
         Fault(
             "the block that can grow is taken before others", "_Pool._best_fit", never("self.expandable and A and B")
         ),
@@ -483,7 +487,7 @@ MUTANTS = [
         Fault("arguments with other strides use the code of the first strides", "AnyLength.entry", never("sizes != A")),
         Fault(
             "ranks do not agree on whether a length needs a trace",
-            "AnyLength._find",
+            "AnyLength._find_formula",
             never("A is not None and A.distributed"),
             SLOW_ON_GLOO,
         ),

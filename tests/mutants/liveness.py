@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     *File("_liveness/_beats.py", BEATS).faults(
         Fault("a rank that does not leave its wait lives on", "_Heartbeat.end_rank", skipped("os.kill(A, B)")),
-        Fault("a rank that works is idle", "_Process._idle", never("used_seconds - self._uses[0][1] > A")),
+        Fault("a rank that works is idle", "_Process._idle_seconds", never("used_seconds - self._uses[0][1] > A")),
         Fault("a link is silent at the next place", "_Process.activity", skipped("self.links.silent = {}")),
         Fault("a rank that writes its files is killed", "_Heartbeat.end_rank", becomes("min(A, B)", "B")),
         Fault(

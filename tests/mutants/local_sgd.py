@@ -34,14 +34,14 @@ MUTANTS = [
     ),
     *File("local_sgd/_sync_schedule.py", LOCAL).faults(
         Fault("a mean is used at once", "SyncSchedule.parts_to_apply", becomes("count - self.delay", "count")),
-        Fault("all parts are sent at once", "SyncSchedule._offset", becomes("(part + 1) * A // B", "A")),
+        Fault("all parts are sent at once", "SyncSchedule._part_offset", becomes("(part + 1) * A // B", "A")),
         Fault("a part under way is not saved", "SyncSchedule.parts_in_flight", becomes("count - A + 1", "count")),
         Fault("every step ends with an average", "SyncSchedule.is_boundary", never("count % A == 0")),
     ),
     *File("local_sgd/_replicas.py", LOCAL).faults(
         Fault(
             "each replica gets the first one's batch",
-            "ReplicaGroups._row",
+            "ReplicaGroups._replica_part",
             becomes("A.select(B, replica)", "A.select(B, 0)"),
         ),
         Fault(

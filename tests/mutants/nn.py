@@ -28,7 +28,7 @@ MUTANTS = [
     *File("nn/_float8.py", FLOAT8).faults(
         Fault(
             "a row's scale is that of a column",
-            "_encode",
+            "_encode_matrix",
             becomes("largest_magnitudes(x)", "largest_magnitudes(x.mT)"),
         ),
         Fault(

@@ -29,7 +29,7 @@ MUTANTS = [
         Fault("the range of a tensor leaves infinities out", "_format_tensor", never("(A := B(C))")),
         Fault(
             "an infinity that a mask makes on purpose is blamed",
-            "NonFiniteTracker._cause",
+            "NonFiniteTracker._value_cause",
             never("any(A for B in operation.C)"),
         ),
         Fault("the tracker keeps tensors alive", "NonFiniteTracker._record_early_read", bare("B(A.name, [], [], [])")),
@@ -45,7 +45,7 @@ MUTANTS = [
         ),
         Fault(
             "a sum over ranks that overflows is blamed on one rank",
-            "NonFiniteTracker._cause",
+            "NonFiniteTracker._value_cause",
             never("A.collective", at="1 of 2"),
         ),
     ),

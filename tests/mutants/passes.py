@@ -247,7 +247,7 @@ MUTANTS = [
         ),
         Fault(
             "the scales of codes pass between hosts in each iteration",
-            "_scales",
+            "_repeated_scales",
             becomes("not only_feeds(A, is_maximum)", "False"),
             ("tests/sharding/maps/test_coded.py",),
         ),

@@ -20,7 +20,7 @@ MUTANTS = [
         ),
         Fault(
             "the number of blocks is not compared with depth=",
-            "Pipeline._counts",
+            "Pipeline._block_counts",
             dropped("self.A not in (None, A, B)"),
             ERRORS,
         ),
@@ -76,7 +76,7 @@ MUTANTS = [
     *File("parallel/pipeline/_rank_recorder.py", LAWS).faults(
         Fault(
             "a jitted pipeline ignores the loss scale",
-            "RankRecorder._stage",
+            "RankRecorder._record_stage",
             becomes("A(B, self.C)", "A(B, None)"),
             on_processes("pipeline", slow=True),
         ),
@@ -87,17 +87,21 @@ MUTANTS = [
             "RankExecutor.scaled_grads",
             always("self.A is None", at="2 of 2"),
         ),
-        Fault("a micro-batch's gradient replaces the others", "RankExecutor._add", bare("self.grads[B].add_(A)")),
+        Fault("a micro-batch's gradient replaces the others", "RankExecutor._add_grads", bare("self.grads[B].add_(A)")),
         Fault(
             "gradients of a table ignore the outer derivative", "RankExecutor.scaled_grads", bare("A * B.to(A.dtype)")
         ),
         Fault(
             "residuals are kept after the backward pass",
-            "RankExecutor._backward",
+            "RankExecutor._run_backward",
             becomes("self.vjp_fns.pop((A, B))", "self.vjp_fns[A, B]"),
         ),
-        Fault("the weight half of a backward pass adds no gradient", "RankExecutor._act", skipped("self.A(stage, B)")),
-        Fault("the total is the last micro-batch's", "RankExecutor._forward", bare("B + A")),
+        Fault(
+            "the weight half of a backward pass adds no gradient",
+            "RankExecutor._run_action",
+            skipped("self.A(stage, B)"),
+        ),
+        Fault("the total is the last micro-batch's", "RankExecutor._run_forward", bare("B + A")),
         Fault(
             "gradients are kept after they are returned",
             "RankExecutor.scaled_grads",

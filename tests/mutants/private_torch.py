@@ -161,14 +161,18 @@ MUTANTS = [
         ),
     ),
     *File("_torch/decisions.py", DECISIONS).faults(
-        Fault("a rounded size is fitted by a polynomial", "_Operations._check", (swapped("or", "and"), bare("not A"))),
+        Fault(
+            "a rounded size is fitted by a polynomial",
+            "_Operations._check_sizes",
+            (swapped("or", "and"), bare("not A")),
+        ),
         Fault(
             "a comparison that fixes the length is ignored",
             "_Operations.check_not_fixed",
             never("self.symbol in self.env.replacements"),
         ),
         Fault("a length of 1 uses the code of other lengths", "decisions.holds", dropped("A >= 2")),
-        Fault("a fractional size counts as a whole number", "_Operations._check", bare("torch.SymFloat | A")),
+        Fault("a fractional size counts as a whole number", "_Operations._check_sizes", bare("torch.SymFloat | A")),
         Fault("every division of sizes counts as exact", "_simplify", bare("B.C and A")),
         Fault(
             "a number that a substitute ignores may follow the length",

@@ -8,7 +8,7 @@ TRACEBACKS = ("tests/test_tracebacks.py",)
 
 MUTANTS = [
     *File("_tracebacks.py", TRACEBACKS).faults(
-        Fault("causes keep all frames", "_chain", becomes("A.__cause__ or A.__context__", "None")),
+        Fault("causes keep all frames", "_error_chain", becomes("A.__cause__ or A.__context__", "None")),
         Fault("a traceback shows the frames of torch", "_user_frames", always("A(B.tb_frame.f_code.co_filename)")),
         Fault("an error inside torch loses its frames", "is_message", always("A(B.tb_frame.f_code.co_filename)")),
         Fault("a message about bad input keeps fzero's frames", "UserFrames.__exit__", bare("A and not B(C, D)")),

@@ -75,23 +75,30 @@ MUTANTS = [
         Fault("a row is held for one more iteration", "loop_function.run", skipped("del A"), LOOP_PLANS),
     ),
     *File("graph/run/_auto_backend.py", COMPILE).faults(
-        Fault('backend "auto" waits for an import', "_Auto._load", dropped("not A(B)")),
-        Fault('backend "auto" loads all segments within one step', "_Auto._load", dropped("time.monotonic() < A")),
+        Fault('backend "auto" waits for an import', "_Auto._load_segments", dropped("not A(B)")),
+        Fault(
+            'backend "auto" loads all segments within one step', "_Auto._load_segments", dropped("time.monotonic() < A")
+        ),
         Fault(
             'backend "auto" changes over before all segments are loaded',
-            "_Auto._switch",
+            "_Auto._switch_if_all_can",
             never("self.pending", at="2 of 2"),
         ),
-        Fault("one rank changes to compiled code before the others", "_Auto._switch", becomes("all", "any"), ON_GLOO),
+        Fault(
+            "one rank changes to compiled code before the others",
+            "_Auto._switch_if_all_can",
+            becomes("all", "any"),
+            ON_GLOO,
+        ),
         Fault(
             "a rank does not ask the others whether they have compiled",
-            "_Auto._switch",
+            "_Auto._switch_if_all_can",
             never("A and self.B.distributed"),
             ON_GLOO,
         ),
         Fault(
             'backend "auto" does not check compiled code before it uses it',
-            "_Auto._load",
+            "_Auto._load_segments",
             becomes("A(code, B)", "B(code)"),
         ),
     ),

@@ -78,7 +78,7 @@ MUTANTS = [
             "TreeLayout.replicated_axes",
             dropped("*[A for A, B in C.D]"),
         ),
-        Fault("stage 0 writes every block", "TreeLayout._owners", dropped("*A")),
+        Fault("stage 0 writes every block", "TreeLayout._chunk_owners", dropped("*A")),
         Fault("a copy's group counts as the leaf's own", "TreeLayout.home", dropped("A not in B.C")),
     ),
     *File("checkpoint/layout/_manifest.py", CHECKPOINT).faults(

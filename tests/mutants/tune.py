@@ -276,14 +276,18 @@ MUTANTS = [
     *File("tuning/models/_steps.py", MODELS).faults(
         Fault("a text beyond the model's positions is accepted", "model_step", never("0 < A.positions < B")),
         Fault("the planner does not split experts", "_split_rules", never("A.ep > 1")),
-        Fault("experts that do not divide are split", "ModelStep._check", dropped("A.experts[0] % B.ep")),
-        Fault("the planner may split an attention head", "ModelStep._check", never("A % B.tp"), PARALLELISM),
+        Fault("experts that do not divide are split", "ModelStep._check_axes", dropped("A.experts[0] % B.ep")),
+        Fault("the planner may split an attention head", "ModelStep._check_axes", never("A % B.tp"), PARALLELISM),
     ),
     *File("tuning/models/_forward_pass.py", MODELS).faults(
         Fault("attention is always fused", "_apply_attention", never("A.explicit")),
     ),
     *File("tuning/models/_steps.py", MODEL_AXES).faults(
-        Fault("ranks along tp hold all tokens between layers", "ModelStep._options", never("A > 1 and B and C == 0")),
+        Fault(
+            "ranks along tp hold all tokens between layers",
+            "ModelStep._forward_options",
+            never("A > 1 and B and C == 0"),
+        ),
         Fault("images are split along their tokens", "ModelStep._check_tokens", never("A == 'image'")),
     ),
     *File("tuning/models/_forward_pass.py", MODEL_AXES).faults(
@@ -375,11 +379,13 @@ MUTANTS = [
     *File("tuning/measurements/_watch.py", WATCH).faults(
         Fault("the first call is measured", "WatchedStep.__call__", dropped("A > 0")),
         Fault("the call that compiles is measured", "WatchedStep.__call__", bare("A or self.B")),
-        Fault("every call is compared with the last plan", "WatchedStep._plan", never("A is not None")),
-        Fault("the seconds of the named machine are ignored", "WatchedStep._plan", dropped("hardware")),
+        Fault("every call is compared with the last plan", "WatchedStep._plan_on_machine", never("A is not None")),
+        Fault("the seconds of the named machine are ignored", "WatchedStep._plan_on_machine", dropped("hardware")),
         Fault("watch waits for the device", "WatchedStep.__call__", bare("A.measurement.is_over()")),
-        Fault("rows are written to the file twice", "WatchedStep._write", bare("A[B:]")),
-        Fault("a hint is printed at each call", "WatchedStep._write", skipped("self._reported.add(A.key)")),
+        Fault("rows are written to the file twice", "WatchedStep._write_measurements", bare("A[B:]")),
+        Fault(
+            "a hint is printed at each call", "WatchedStep._write_measurements", skipped("self._reported.add(A.key)")
+        ),
     ),
     *File("tuning/measurements/_measurement.py", WATCH).faults(
         Fault("a workspace counts as a second copy", "_memory_hints", becomes("outside - workspace", "outside")),
@@ -480,7 +486,9 @@ MUTANTS = [
             becomes("self.reliability.devices_lost", "8"),
         ),
         Fault(
-            "a lost host does not slow the run", "SimulatedRun._speed", becomes("self._present_share / A", "1.0 / A")
+            "a lost host does not slow the run",
+            "SimulatedRun._work_speed",
+            becomes("self._present_share / A", "1.0 / A"),
         ),
     ),
     *File("graph/_schedule_options.py", PARALLELISM).faults(

@@ -45,9 +45,9 @@ def losses(shape: ModelShape, config: Configuration, length: int) -> list[float]
     batch = fzero.tree.map(real, make_batch(shape, 4, length))
     opt = optim.master_weights(optim.adamw(3e-2), config.policy)
     if config.pp > 1:
-        params = make_step._pipeline(shape, config, 2).stack(params, step.mesh)
+        params = make_step._make_pipeline(shape, config, 2).stack(params, step.mesh)
     params, opt_state = step.init(params, optim.chain(optim.clip_by_global_norm(1.0), opt))
-    batch = make_step._split(batch, config, step.mesh)
+    batch = make_step._split_batch(batch, config, step.mesh)
     values: list[float] = []
     for _ in range(3):
         params, opt_state, loss = step(params, opt_state, batch)
@@ -84,8 +84,8 @@ def test_ranks_along_tp_hold_parts_of_the_tokens_between_layers():
 
 def test_ranks_of_cp_and_tp_hold_parts_if_the_tokens_of_one_divide():
     config = Configuration(1, 1, 1, cp=4, tp=4)
-    assert not ModelStep(TINY["gpt2"], 8, False)._options(config).sequence  # two tokens on a rank, of eight
-    assert ModelStep(TINY["gpt2"], 16, False)._options(config).sequence
+    assert not ModelStep(TINY["gpt2"], 8, False)._forward_options(config).sequence  # two tokens on a rank, of eight
+    assert ModelStep(TINY["gpt2"], 16, False)._forward_options(config).sequence
 
 
 BAD = {

@@ -45,7 +45,7 @@ class _Chunk(NamedTuple):
         return ChunkStorageMetadata(self.offsets, self.sizes)
 
 
-def _chunks(local: LocalTree, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
+def _local_chunks(local: LocalTree, pieces_of: Callable[[int], Iterator[LocalPiece]]) -> dict[int, list[_Chunk]]:
     """List the chunks of each leaf that this process holds. Memory that several ranks share counts once."""
     by_leaf: dict[int, dict[Any, _Chunk]] = {}
     for rank in local.ranks:
@@ -69,7 +69,7 @@ class SavePlanner(DefaultSavePlanner):
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._tree: dict[str, KeyPath] = {}
-        chunks = _chunks(local, local.owned_pieces)
+        chunks = _local_chunks(local, local.owned_pieces)
         for path, i in layout.leaf_index.items():
             leaf, leaf_chunks = layout.leaves[i], chunks.get(i, [])
             if not leaf.numel and 0 in local.ranks:  # the leaf has no elements to write, but needs its name
@@ -77,7 +77,7 @@ class SavePlanner(DefaultSavePlanner):
                 leaf_chunks = [_Chunk(torch.Size([0] * len(leaf.shape)), empty.shape, empty, 0)]
             for chunk in leaf_chunks:
                 data = TensorWriteData(chunk.metadata, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))
-                self._add(
+                self._add_item(
                     WriteItem(MetadataIndex(names[path], chunk.offsets), WriteItemType.SHARD, tensor_data=data), chunk
                 )
             self._tree[names[path]] = keys_at(path, names[path], keys)
@@ -85,9 +85,9 @@ class SavePlanner(DefaultSavePlanner):
             for name, keys_of_part, part in flatten_value(names[path], keys_at(path, names[path], keys), value):
                 self._tree[name] = keys_of_part
                 if 0 in local.ranks:
-                    self._add(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), part)
+                    self._add_item(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), part)
 
-    def _add(self, item: WriteItem, data: Any) -> None:
+    def _add_item(self, item: WriteItem, data: Any) -> None:
         self._items.append(item)
         self._data[item.index] = data
 
@@ -125,10 +125,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Return what this process reads: for each of its chunks the parts in the files, which must cover it once."""
         items: list[ReadItem] = []
-        self._chunks: dict[str, list[_Chunk]] = {}
-        for i, chunks in _chunks(self._local, self._local.local_pieces).items():
+        self._local_chunks: dict[str, list[_Chunk]] = {}
+        for i, chunks in _local_chunks(self._local, self._local.local_pieces).items():
             name = self._first[i]
-            self._chunks[name] = chunks
+            self._local_chunks[name] = chunks
             entry: Any = self.metadata.state_dict_metadata[name]
             read_items = create_read_items_for_chunk_list(name, entry, [c.metadata for c in chunks])
             if sum(x.lengths.numel() for x in read_items) != sum(c.sizes.numel() for c in chunks):
@@ -148,7 +148,7 @@ class LoadPlanner(DefaultLoadPlanner):
             raise CheckpointError(f"value {name!r} is not plain data: {str(error)[:200]}") from None
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        x, numel = (chunk := self._chunks[index.fqn][index.index or 0]).tensor, chunk.sizes.numel()
+        x, numel = (chunk := self._local_chunks[index.fqn][index.index or 0]).tensor, chunk.sizes.numel()
         if x.ndim != 1 and x.numel() != numel:  # the chunk is part of x; a tensor that is not contiguous is one chunk
             x = x.view(-1)
         return (x[chunk.offset : chunk.offset + numel] if x.ndim == 1 else x).view(chunk.sizes)

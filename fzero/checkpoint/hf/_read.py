@@ -181,13 +181,13 @@ def _read_part(files: Files, source: StoredTensor, part: _FileRange) -> None:
         view = view_bytes(part.tensor.view(-1)[part.start : part.start + part.numel])
         files.read_into(source.file, source.offset + part.first * part.tensor.element_size(), [view])
         return
-    for start, values in _buffers(files, source, part):
+    for start, values in _read_buffers(files, source, part):
         put_elements(part.tensor, part.start + start, values)
 
 
 def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
     """Return whether memory and a file hold the same values."""
-    for start, values in _buffers(files, source, part):
+    for start, values in _read_buffers(files, source, part):
         actual = (
             slice_elements(part.tensor, part.start + start, part.start + start + values.numel())
             .cpu()
@@ -199,7 +199,7 @@ def _is_read(files: Files, source: StoredTensor, part: _FileRange) -> bool:
     return True
 
 
-def _buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[tuple[int, torch.Tensor]]:
+def _read_buffers(files: Files, source: StoredTensor, part: _FileRange) -> Iterator[tuple[int, torch.Tensor]]:
     """Read elements into one small buffer, part by part; yield the number read before, and the buffer."""
     assert source.dtype is not None
     size = source.dtype.itemsize

@@ -53,13 +53,13 @@ class LocalTree:
 
     def local_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank holds, each with its memory."""
-        return self._locate(self.layout.local_pieces(rank), rank)
+        return self._locate_pieces(self.layout.local_pieces(rank), rank)
 
     def owned_pieces(self, rank: int) -> Iterator[LocalPiece]:
         """List the pieces that a rank writes, in file order, each with its memory."""
-        return self._locate(self.layout.owned_pieces(rank), rank)
+        return self._locate_pieces(self.layout.owned_pieces(rank), rank)
 
-    def _locate(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[LocalPiece]:
+    def _locate_pieces(self, pieces: Iterator[LeafPiece], rank: int) -> Iterator[LocalPiece]:
         for piece in pieces:
             yield from self.memory[piece.group].locate(self.layout, piece, rank)
 
@@ -171,7 +171,7 @@ class _LocalTreeBuilder:
         self.plain: dict[torch.dtype, dict[int, torch.Tensor]] = {}
         self.size = TreeLayout(mesh=mesh, leaves=(), groups=(), ties={}, values={}).ranks
 
-    def _add(
+    def _add_leaf(
         self,
         path: str,
         shape: Sequence[int],
@@ -193,7 +193,7 @@ class _LocalTreeBuilder:
             )
         self.sources[path] = source or LeafSource(path)
 
-    def _tie(self, path: str, first: str, source: LeafSource | None = None) -> None:
+    def _add_tie(self, path: str, first: str, source: LeafSource | None = None) -> None:
         self._add_path(path, source)
         self.ties[path] = first
 
@@ -239,9 +239,9 @@ class _LocalTreeBuilder:
             if m.is_copy:
                 continue
             if m.index in indices:
-                self._tie(m.path, self.leaves[indices[m.index]].path, m.source)
+                self._add_tie(m.path, self.leaves[indices[m.index]].path, m.source)
             else:
-                indices[m.index] = self._add(m.path, part.shapes[m.index], dtype, source=m.source)
+                indices[m.index] = self._add_leaf(m.path, part.shapes[m.index], dtype, source=m.source)
         return indices
 
     def add_per_rank(self, path: str, box: PerRank) -> None:
@@ -256,7 +256,7 @@ class _LocalTreeBuilder:
                 raise TypeError(f"{self.label} leaf {name!r} is {x!r} in a PerRank box: expected a tensor")
             shape = x.shape if self.is_simulated else (n, *x.shape)
             numel = x.numel() // n if self.is_simulated else x.numel()
-            i = self._add(name, shape, x.dtype, per_rank=True, source=LeafSource(path))
+            i = self._add_leaf(name, shape, x.dtype, per_rank=True, source=LeafSource(path))
             self.groups.append(LeafGroup((i,), axes, numel))
             self.memory.append(_BoxMemory((x,), axes) if self.is_simulated else _BoxMemory((x[None],), ()))
 
@@ -264,10 +264,10 @@ class _LocalTreeBuilder:
         if x.layout != torch.strided or x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
             raise TypeError(f"{self.label} leaf {path!r} is a {type(x).__name__}: expected a dense tensor")
         if id(x) in self.first_paths:
-            self._tie(path, self.first_paths[id(x)])
+            self._add_tie(path, self.first_paths[id(x)])
             return
         self.first_paths[id(x)] = path
-        i = self._add(path, x.shape, x.dtype)
+        i = self._add_leaf(path, x.shape, x.dtype)
         self.plain.setdefault(x.dtype, {})[i] = x
 
     def build(self, ranks: range, paths: Sequence[str]) -> LocalTree:

@@ -155,23 +155,23 @@ class TreeLayout:
         coordinates: dict[str, int] = {}
         for name, size in reversed(self.mesh):
             rank, coordinates[name] = divmod(rank, size)
-        return index_along(self._sizes, coordinates, axes)
+        return index_along(self._axis_sizes, coordinates, axes)
 
     def rank(self, *positions: tuple[tuple[str, ...], int]) -> int:
         """Return the rank at an index along each of several groups of axes: the inverse of `index`."""
         coordinates: dict[str, int] = {}
         for axes, index in positions:
             for name in reversed(axes):
-                index, coordinates[name] = divmod(index, self._sizes[name])
-        return index_along(self._sizes, coordinates, self._sizes)
+                index, coordinates[name] = divmod(index, self._axis_sizes[name])
+        return index_along(self._axis_sizes, coordinates, self._axis_sizes)
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
+    def _axis_sizes(self) -> dict[str, int]:
         return dict(self.mesh)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the number of ranks along some axes."""
-        return math.prod([self._sizes[name] for name in axes])
+        return math.prod([self._axis_sizes[name] for name in axes])
 
     def replicated_axes(self, g: int) -> tuple[str, ...]:
         """Return the axes whose ranks hold the same elements of a group."""
@@ -206,14 +206,14 @@ class TreeLayout:
     def local_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List the pieces that a rank holds."""
         for g in range(len(self.groups)):
-            yield from self._pieces(g, rank, *self.local_span(g, rank), skip=())
+            yield from self._group_pieces(g, rank, *self.local_span(g, rank), skip=())
 
     def owned_pieces(self, rank: int) -> Iterator[LeafPiece]:
         """List the pieces that a rank writes, in file order: larger elements first, so that all are aligned."""
         for g in self.order:
-            yield from self._pieces(g, rank, *self.owned_span(g, rank), skip=self.groups[g].copies)
+            yield from self._group_pieces(g, rank, *self.owned_span(g, rank), skip=self.groups[g].copies)
 
-    def _pieces(self, g: int, rank: int, start: int, stop: int, skip: Sequence[int]) -> Iterator[LeafPiece]:
+    def _group_pieces(self, g: int, rank: int, start: int, stop: int, skip: Sequence[int]) -> Iterator[LeafPiece]:
         """List a rank's pieces in a range of a group, without the leaves at the positions `skip`."""
         base, _ = self.local_span(g, rank)
         offsets = self.offsets[g]
@@ -259,13 +259,13 @@ class TreeLayout:
         """
         g, position = self.home[i]
         first, last = self.offsets[g][position : position + 2]  # of the leaf in the concatenated group
-        for rank, chunk in self._owners(g, position, target):
+        for rank, chunk in self._chunk_owners(g, position, target):
             start, stop = self.owned_span(g, rank)
             begin, end = max(start, first), min(stop, last)
             before = self._count_written(g, begin) - self._count_written(g, start)
             yield rank, self.starts(rank)[g] + before * self.itemsize(g), ChunkRange(chunk, begin - first, end - first)
 
-    def _owners(self, g: int, position: int, target: ChunkRange) -> Iterator[tuple[int, Chunk]]:
+    def _chunk_owners(self, g: int, position: int, target: ChunkRange) -> Iterator[tuple[int, Chunk]]:
         """Yield each rank that writes elements of a range of a leaf, with the chunk of the leaf that the rank holds."""
         group, shared_axes = self.groups[g], self.replicated_axes(g)
         split_axes = tuple([s.axis for s in group.split])
@@ -277,7 +277,7 @@ class TreeLayout:
         first, last = self.offsets[g][position : position + 2]
         for part in range(self.size(split_axes)):
             chunk = self.chunk(g, position, rank_at(part, 0, 0))
-            if not _intersect(chunk, target.chunk):
+            if not _have_common_element(chunk, target.chunk):
                 continue
             low, high = (first + target.start, first + target.stop) if chunk == target.chunk else (first, last)
             for shard in _intervals_between(low, high, group.shard_numel):
@@ -292,6 +292,6 @@ def _intervals_between(start: int, stop: int, size: int) -> range:
     return range(start // size, -(-stop // size)) if start < stop else range(0)
 
 
-def _intersect(first: Chunk, second: Chunk) -> bool:
+def _have_common_element(first: Chunk, second: Chunk) -> bool:
     """Return whether two chunks of a tensor have an element in common."""
     return all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(first, second, strict=True))

@@ -185,7 +185,7 @@ class _RankWalk:
         """Run a region; return its peak memory in bytes, and the value that it computes for another stage, if any."""
         region_graph, profile = self.profiles[region]
         memories, ends = self._take_inputs(region_graph, profile, m)
-        peak = max(self._live(profile, memories, ends), default=0)
+        peak = max(self._live_bytes(profile, memories, ends), default=0)
         value: Value | None = None
         for output, storage in zip(region_graph.outputs, profile.outputs, strict=True):
             if output is None:
@@ -229,7 +229,7 @@ class _RankWalk:
                 ends.append((storage, stop, memory))
         return memories, ends
 
-    def _live(
+    def _live_bytes(
         self, profile: _RegionMemory, memories: dict[Any, _HeldMemory], ends: Sequence[tuple[int, int, _HeldMemory]]
     ) -> list[int]:
         """Return the live bytes at each position of a region."""

@@ -93,7 +93,7 @@ class _Iterations:
     def run(self, region: RegionGraph, body: _Body, m: int) -> Value | None:
         """Run a region on micro-batch m; return the value that it computes for another stage, if any."""
         received: dict[Value, list[torch.Tensor]] = {}
-        args = [self._argument(x, m, received) for x in region.inputs]
+        args = [self._region_argument(x, m, received) for x in region.inputs]
         received.clear()
         out = list(body(args))
         by_value: dict[Value, list[torch.Tensor]] = {}
@@ -106,7 +106,9 @@ class _Iterations:
             self.messages.put(value, xs)
         return next(iter(by_value), None)
 
-    def _argument(self, source: int | Residual | StageLeaf, m: int, received: dict[Value, list[torch.Tensor]]) -> Any:
+    def _region_argument(
+        self, source: int | Residual | StageLeaf, m: int, received: dict[Value, list[torch.Tensor]]
+    ) -> Any:
         """Return an argument of a region: a residual, a leaf of a received value, or an input of the loop."""
         if isinstance(source, Residual):
             entry = self.residuals[m, source]

@@ -52,12 +52,12 @@ def hoist(graph: Graph, max_reuse_bytes: float) -> Graph:
         inputs = [n for n in loop.body.nodes if is_input(n)]
         constants = _map_constants(loop.body, inputs[: loop.sum_indices.stop])
         units = _waits_for(parameter_gathers(loop.body), constants)
-        parts = _parts(loop.body, constants)
+        parts = _repeated_parts(loop.body, constants)
         size = {w: nbytes(*node_stand_ins(w)) for w in units if w not in parts}
         total = sum(size.values())
         gathers_to_hoist = {w: units[w] for w in units if w in parts or total - size[w] <= max_reuse_bytes}
         if parts:
-            gathers_to_hoist |= _scales(loop.body, constants)
+            gathers_to_hoist |= _repeated_scales(loop.body, constants)
         if gathers_to_hoist:
             _move_gathers(graph, node, loop, gathers_to_hoist)
     _merge_parts(graph)
@@ -70,28 +70,28 @@ def _loop_nodes(graph: Graph) -> list[Node]:
 
 def _has_repeated_parts(graph: Graph) -> bool:
     """Return whether a part of a unit is gathered twice."""
-    return any(len(waits) > 1 for waits in _parts(graph, _map_constants(graph)).values())
+    return any(len(waits) > 1 for waits in _repeated_parts(graph, _map_constants(graph)).values())
 
 
 def _merge_parts(graph: Graph) -> None:
     """Gather each part of a unit once in a graph, with its scales, for each forward and backward pass that needs it."""
     constants = _map_constants(graph)
-    parts = _parts(graph, constants)
+    parts = _repeated_parts(graph, constants)
     if not parts:
         return
-    for first, *duplicates in [*parts.values(), *_scales(graph, constants).values()]:
+    for first, *duplicates in [*parts.values(), *_repeated_scales(graph, constants).values()]:
         for wait in duplicates:
             wait.replace_all_uses_with(first)
     graph.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
 
 
-def _parts(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+def _repeated_parts(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """List the waits for parts of units, gathered over one axis to be gathered over the next, by the first of each."""
     units = _waits_for(parameter_gathers(graph), constants)
     return {w: waits for w, waits in units.items() if all(only_feeds(x, is_gather) for x in waits)}
 
 
-def _scales(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+def _repeated_scales(graph: Graph, constants: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """List the waits for the scales of codes, over all axes, by the first of each."""
     maxima = _waits_for([n for n in graph.nodes if is_maximum(n)], constants)
     return {w: waits for w, waits in maxima.items() if not only_feeds(w, is_maximum)}

@@ -73,7 +73,7 @@ class _Pool:
 
     def allocate(self, size: int) -> _CachedBlock:
         """Take the smallest free block that is large enough, or new memory, and give back what is left of it."""
-        block = self._best_fit(size) or (self._grow(size) if self.expandable else self._new_segment(size))
+        block = self._best_fit(size) or (self._grow_segment(size) if self.expandable else self._new_segment(size))
         rest = block.size - size
         if rest >= _ROUNDING_BYTES if self.small or self.expandable else rest > _MB:
             block.size = size
@@ -89,8 +89,8 @@ class _Pool:
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self._take(neighbour)
-                block = self._join(*sorted((neighbour, block), key=lambda b: b.address))
+                self._take_block(neighbour)
+                block = self._join_blocks(*sorted((neighbour, block), key=lambda b: b.address))
         insort(self.free, block)
 
     def _best_fit(self, size: int) -> _CachedBlock | None:
@@ -106,11 +106,11 @@ class _Pool:
         self._segments += 1
         return _CachedBlock(total, self._segments * _ADDRESS_GAP)
 
-    def _grow(self, size: int) -> _CachedBlock:
+    def _grow_segment(self, size: int) -> _CachedBlock:
         """Add pages to the end of the segment, whose last block may be free and is part of the new one."""
         page, last = (2 if self.small else 20) * _MB, self._last
         if last is not None and last.free:
-            self._take(last)
+            self._take_block(last)
         else:
             self._last = last = _CachedBlock(0, 0 if last is None else last.address + last.size, before=last)
         total = _round_up(size - last.size, page)
@@ -118,10 +118,10 @@ class _Pool:
         self.reserved += total
         return last
 
-    def _take(self, block: _CachedBlock) -> None:
+    def _take_block(self, block: _CachedBlock) -> None:
         del self.free[bisect_left(self.free, block)]
 
-    def _join(self, block: _CachedBlock, after: _CachedBlock) -> _CachedBlock:
+    def _join_blocks(self, block: _CachedBlock, after: _CachedBlock) -> _CachedBlock:
         block.size += after.size
         block.after = after.after
         if after.after is not None:

@@ -64,11 +64,11 @@ class _Auto:
         """Run the step, compiled if possible."""
         if self.compiled is None:
             self.calls += 1
-            self._load()
-            self._switch()
+            self._load_segments()
+            self._switch_if_all_can()
         return self.uncompiled(args) if self.compiled is None else self.compiled(args)
 
-    def _load(self) -> None:
+    def _load_segments(self) -> None:
         """Load and check compiled segments for a while. If the workers have ended, compile the missing ones here."""
         until = time.monotonic() + _MAX_LOAD_SECONDS
         while self.pending and time.monotonic() < until:
@@ -82,7 +82,7 @@ class _Auto:
                 self.loaded[code.name] = outcome
             self.pending.remove(code)
 
-    def _switch(self) -> None:
+    def _switch_if_all_can(self) -> None:
         """Switch to compiled code if all ranks can. They compare at each of the first 32 calls, then at every 32nd."""
         refusals = self.refusals
         if self.mesh is not None and self.mesh.distributed:

@@ -226,7 +226,7 @@ def make_segments_executable(program: Program, functions: Mapping[str, GraphFunc
 
     def run(args: list[Any]) -> Sequence[Any]:
         """Run the instructions on a call's arguments, and free each register after its last use."""
-        call, apply = run_marked if is_profiling() else _call, _apply
+        call, apply = run_marked if is_profiling() else _call_function, _apply_instruction
         if current_recorder():
             call, apply = _call_timed, _apply_timed
         registers: list[Any] = [*args, *[None] * (program.register_count - len(args))]
@@ -278,7 +278,7 @@ def _compiled_instruction(x: Any, functions: Mapping[str, GraphFunction]) -> _Co
     )
 
 
-def _apply(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
+def _apply_instruction(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str, Any]], origin: Any) -> Any:
     return f(*arguments[0], **arguments[1])
 
 
@@ -290,7 +290,7 @@ def _apply_timed(f: Callable[..., Any], arguments: tuple[Sequence[Any], dict[str
     )
 
 
-def _call(f: GraphFunction, args: list[Any], origin: Any) -> Sequence[Any]:
+def _call_function(f: GraphFunction, args: list[Any], origin: Any) -> Sequence[Any]:
     return f(args)
 
 

@@ -132,7 +132,7 @@ def check_parts(leaves: Sequence[torch.Tensor], count: int, axis: str) -> None:
         )
 
 
-def _unbound(axis: str) -> str:
+def _unbound_message(axis: str) -> str:
     names = axis_names()
     return f"{axis!r} is none of the bound axes, {', '.join(map(repr, names))}" if names else "no axis is bound here"
 
@@ -150,7 +150,7 @@ def _check_size(path: str, leaf: torch.Tensor, count: int, axis: str) -> None:
             f"fzero.shard(split=fzero.parallel.experts.split_rule('experts', axis={axis!r})), where 'experts' is "
             f"part of the leaf's path"
         )
-    bound = f"{n} ranks along {axis!r}" if axis_if_bound(axis) else f"1 rank, since {_unbound(axis)}"
+    bound = f"{n} ranks along {axis!r}" if axis_if_bound(axis) else f"1 rank, since {_unbound_message(axis)}"
     raise ValueError(
         f"{label}: expected {count // n} experts along dimension 0, for a routing over {count} experts on {bound}; "
         "give the router and each leaf the same number of experts, and split the leaves over the layer's axis only"

@@ -74,7 +74,7 @@ class Model:
 
     def run_first(self, rest: Any, call: "MicroBatchCall") -> Any:
         """Run the part before the blocks."""
-        return _call_part("first(rest, batch)", self._seeded(self.first, call, 0), rest, call.batch)
+        return _call_part("first(rest, batch)", self._seed_call(self.first, call, 0), rest, call.batch)
 
     def run_last(self, rest: Any, x: Any, call: "MicroBatchCall", blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the part after the blocks, and return a total and its weight.
@@ -82,7 +82,7 @@ class Model:
         Raises:
             TypeError: if `last` returns neither these nor a mean.
         """
-        out = _call_part("last(rest, x, batch)", self._seeded(self.last, call, blocks + 1), rest, x, call.batch)
+        out = _call_part("last(rest, x, batch)", self._seed_call(self.last, call, blocks + 1), rest, x, call.batch)
         total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         if not isinstance(total, torch.Tensor) or total.ndim or not total.is_floating_point():
             actual = tree.show(total) if isinstance(total, torch.Tensor) else type(total).__name__
@@ -103,7 +103,7 @@ class Model:
         Raises:
             TypeError: if the result is not a tree of tensors with dimensions.
         """
-        out = _call_part("last(rest, x, batch)", self._seeded(self.last, call, blocks + 1), rest, x, call.batch)
+        out = _call_part("last(rest, x, batch)", self._seed_call(self.last, call, blocks + 1), rest, x, call.batch)
         for path, v in zip(*tree.flatten_with_paths(out)[:2], strict=True):
             if not isinstance(v, torch.Tensor) or not v.ndim:
                 actual = tree.show(v) if isinstance(v, torch.Tensor) else type(v).__name__
@@ -114,7 +114,7 @@ class Model:
         return out
 
     @staticmethod
-    def _seeded(f: Callable[..., Any], call: "MicroBatchCall", index: _Index) -> Callable[..., Any]:
+    def _seed_call(f: Callable[..., Any], call: "MicroBatchCall", index: _Index) -> Callable[..., Any]:
         if call.key is None:
             return f
         key = random.fold_in(call.key, index)

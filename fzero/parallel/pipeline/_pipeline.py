@@ -131,12 +131,12 @@ class Pipeline:
             ValueError: if `depth` differs from the pipeline's, or the pipeline has none and stages would differ.
         """
         schedule = self.schedule(mesh)
-        placements, key = self._cache.placements, (schedule.ranks, self._counts(schedule.stages, depth))
+        placements, key = self._cache.placements, (schedule.ranks, self._block_counts(schedule.stages, depth))
         if key not in placements:
             placements[key] = place_blocks(schedule, key[1])
         return placements[key]
 
-    def _counts(self, stages: int, depth: int) -> tuple[int, ...]:
+    def _block_counts(self, stages: int, depth: int) -> tuple[int, ...]:
         """Return the number of blocks of each stage; an error if it does not follow from `depth=`."""
         counts = even_counts(depth, stages) if self.depth is None or isinstance(self.depth, int) else self.depth
         if len(counts) != stages:

@@ -53,7 +53,7 @@ class RankExecutor:
         messages = StageMessages(stages.schedule, stages.axis.binding, leaves, spec.device)
         for instruction in programs(stages.schedule)[stages.axis.rank]:
             if isinstance(instruction.operand, Action) and (self.backward or instruction.operand.kind == "F"):
-                self._act(instruction.operand, tensors, messages, structure)
+                self._run_action(instruction.operand, tensors, messages, structure)
             elif self.backward or instruction.operand.kind == "F":
                 messages.execute(instruction)
         zero = torch.zeros((), dtype=spec.total, device=spec.device)
@@ -74,26 +74,26 @@ class RankExecutor:
             results.append(None if grad is None else (grad * total.to(grad.dtype)).to(like.dtype))
         return results
 
-    def _act(self, action: Action, tensors: list[torch.Tensor], messages: StageMessages, structure: Any) -> None:
+    def _run_action(self, action: Action, tensors: list[torch.Tensor], messages: StageMessages, structure: Any) -> None:
         """Run an action, and pass its result to the next stage, or to a message."""
         stage, m = action.stage, action.micro_batch
         if action.kind == "W":
-            self._add(stage, self.deferred_grads.pop((stage, m)))
+            self._add_grads(stage, self.deferred_grads.pop((stage, m)))
             return
         if action.kind == "F":
             inputs = messages.take(Value("F", stage - 1, m)) if stage else []
             f = self.stages.function(stage, self.params, structure, self.stages.make_call(m))
-            outputs = self._forward(stage, m, f, [tensors[i] for i in self._indices(stage)], inputs)
+            outputs = self._run_forward(stage, m, f, [tensors[i] for i in self._stage_indices(stage)], inputs)
         else:
             inputs = messages.take(Value("G", stage + 1, m)) if stage < self.stages.last else []
-            outputs = self._backward(stage, m, inputs, is_input_only=action.kind == "I")
+            outputs = self._run_backward(stage, m, inputs, is_input_only=action.kind == "I")
         if outputs and (value := action_output(action)):
             messages.put(value, outputs)
 
-    def _indices(self, stage: int) -> list[int]:
+    def _stage_indices(self, stage: int) -> list[int]:
         return self.params.indices(*self.stages.uses(stage))
 
-    def _forward(
+    def _run_forward(
         self, stage: int, m: int, f: Callable[..., Any], weights: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Run a stage on a micro-batch, and return the output for the next stage."""
@@ -107,20 +107,20 @@ class RankExecutor:
         self.sums = [outputs, aux] if not self.sums else [x + y for x, y in zip(self.sums, (outputs, aux), strict=True)]
         return []
 
-    def _backward(self, stage: int, m: int, inputs: list[torch.Tensor], is_input_only: bool) -> list[torch.Tensor]:
+    def _run_backward(self, stage: int, m: int, inputs: list[torch.Tensor], is_input_only: bool) -> list[torch.Tensor]:
         """Run a stage backward, and return the gradient of its input. Its residuals are freed."""
         cotangent: Any = loss_cotangent(self.sums[0], self.scale) if stage == self.stages.last else inputs
         weight_grads, x = self.vjp_fns.pop((stage, m))(cotangent, retain_graph=False)
         if is_input_only:
             self.deferred_grads[stage, m] = list(weight_grads)
         else:
-            self._add(stage, list(weight_grads))
+            self._add_grads(stage, list(weight_grads))
         return list(x)
 
-    def _add(self, stage: int, new_grads: list[torch.Tensor]) -> None:
+    def _add_grads(self, stage: int, new_grads: list[torch.Tensor]) -> None:
         """Add gradients of a stage's parameters, at least in float32."""
         assert self.grads is not None
-        for index in self._indices(stage):
+        for index in self._stage_indices(stage):
             new = new_grads.pop(0)
             if index in self.grads:
                 self.grads[index] = self.grads[index].add_(new)

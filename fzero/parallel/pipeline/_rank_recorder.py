@@ -44,7 +44,7 @@ class RankRecorder:
         shares: dict[int, list[loop.LoopSum]] = {index: [] for index in range(len(tensors))}
         totals: list[loop.LoopSum] = []
         for stage in self.stages.rank_stages:
-            totals += self._stage(stage, iteration, spec, tensors, shares)
+            totals += self._record_stage(stage, iteration, spec, tensors, shares)
         zero = torch.zeros((), dtype=spec.total, device=spec.device)
         totals = totals or [_without_share(zero, iteration), _without_share(zero, iteration)]
         for index, like in enumerate(tensors):
@@ -72,7 +72,7 @@ class RankRecorder:
         end_ranks = [self.stages.schedule.rank_of_stage[s] for s in {0, self.stages.last}]
         return len(end_ranks) - len(set(end_ranks)) + 1
 
-    def _stage(
+    def _record_stage(
         self,
         stage: int,
         iteration: torch.Tensor,

@@ -181,7 +181,7 @@ class SimulatedRun:
         return (groups - self.absent_groups) / groups
 
     @property
-    def _speed(self) -> float:
+    def _work_speed(self) -> float:
         """Seconds of work in a second."""
         return self._present_share / (self.reliability.slow_factor if self.slow_devices else 1.0)
 
@@ -195,23 +195,23 @@ class SimulatedRun:
             remaining = time - self.now
             if self.save_seconds_left is not None:
                 self._go_on_saving(min(remaining, self.save_seconds_left))
-            elif not self.unsaved_work_seconds and (count := int(remaining // self._cycle)):
+            elif not self.unsaved_work_seconds and (count := int(remaining // self._cycle_seconds)):
                 self._pass_cycles(count)
             else:
-                until = (self.save_every_seconds - self.unsaved_work_seconds) / self._speed
-                self._step(min(remaining, until))
+                until = (self.save_every_seconds - self.unsaved_work_seconds) / self._work_speed
+                self._take_step(min(remaining, until))
                 if until <= remaining:
                     self.save_seconds_left, self.unsaved_work_seconds = self.reliability.save_seconds, 0.0
             if time - self.now < 1e-9 * time:  # a rounding error
                 self.now = time
 
     @property
-    def _cycle(self) -> float:
+    def _cycle_seconds(self) -> float:
         """The seconds from the end of a save to the end of the next one."""
-        return self.save_every_seconds / self._speed + self.reliability.save_seconds
+        return self.save_every_seconds / self._work_speed + self.reliability.save_seconds
 
-    def _step(self, seconds: float) -> None:
-        work_seconds = seconds * self._speed
+    def _take_step(self, seconds: float) -> None:
+        work_seconds = seconds * self._work_speed
         self.work_seconds += work_seconds
         self.unsaved_work_seconds += work_seconds
         self.seconds[_USEFUL] += work_seconds
@@ -239,8 +239,8 @@ class SimulatedRun:
 
     def _pass_cycles(self, count: int) -> None:
         """Pass as many cycles of steps and a save at once."""
-        begin, work, cycle = self.now, self.work_seconds, self._cycle
-        self._step(count * self.save_every_seconds / self._speed)
+        begin, work, cycle = self.now, self.work_seconds, self._cycle_seconds
+        self._take_step(count * self.save_every_seconds / self._work_speed)
         self.unsaved_work_seconds, self.now = 0.0, begin + count * cycle
         self.seconds["saves"] += count * self.reliability.save_seconds
         between = self.save_every_seconds

@@ -141,7 +141,7 @@ class WatchedStep:
         if _torch.in_transform():  # within a trace, the step is traced like any function
             return self.step(*args, **kwargs)
         if self._due_count and self._pending[self._due_count - 1].measurement.is_over():
-            self._write(self._due_count)
+            self._write_measurements(self._due_count)
         if self._meter is None:
             self._meter = make_meter(tree.tensors((args, kwargs)))
         traces, is_due = self.step.traces, self._calls % self._every == 0
@@ -154,7 +154,7 @@ class WatchedStep:
             StepMeasurement(
                 step=self._first + self._calls,
                 measurement=measurement,
-                plan=self._plan(plan),
+                plan=self._plan_on_machine(plan),
                 has_machine=self._has_machine,
                 has_compilation=self._has_compiled,
             )
@@ -168,7 +168,7 @@ class WatchedStep:
     def _has_machine(self) -> bool:
         return self._machine is not None
 
-    def _plan(self, plan: Plan | None) -> Plan | None:
+    def _plan_on_machine(self, plan: Plan | None) -> Plan | None:
         """Return a plan with the machine's seconds; by default the last plan of the step."""
         if len(self._plans) != self.step.traces:
             hardware = None if self._machine is None else self._machine.as_hardware()
@@ -180,9 +180,9 @@ class WatchedStep:
 
     def flush(self) -> None:
         """Write the pending measurements, and report the last measured one. Waits for the device."""
-        self._write(len(self._pending))
+        self._write_measurements(len(self._pending))
 
-    def _write(self, count: int) -> None:
+    def _write_measurements(self, count: int) -> None:
         """Write the first `count` pending measurements, and report the last measured one of them."""
         measurements, self._pending = self._pending[:count], self._pending[count:]
         self._due_count = max(self._due_count - count, 0)

@@ -147,7 +147,9 @@ class _StepBounds(NamedTuple):
         head_forward, head_backward = self._head_seconds()
         reduce_seconds, gather_seconds = self._wire_seconds()
         update_seconds = (
-            0.0 if config.offload else 12 * self._elements() / self._shards() / self.hardware.memory_bandwidth
+            0.0
+            if config.offload
+            else 12 * self._params_per_rank() / self._shard_ranks() / self.hardware.memory_bandwidth
         )
         end = max(update_seconds, gather_seconds) if config.layout.shards_within_step else update_seconds
         if config.pp > 1:
@@ -176,7 +178,7 @@ class _StepBounds(NamedTuple):
         )
         return forward, inputs + weights
 
-    def _elements(self) -> float:
+    def _params_per_rank(self) -> float:
         """Return the number of parameters of a rank before ZeRO, on average over a pipeline."""
         shape, config = self.shape, self.config
         experts = shape.experts[0] or 1
@@ -187,7 +189,7 @@ class _StepBounds(NamedTuple):
         head = 0 if shape.tied else shape.vocab * shape.width / config.tp
         return (depth * (dense + mlp) + table + head) / config.pp
 
-    def _shards(self) -> int:
+    def _shard_ranks(self) -> int:
         """Return over how many ranks ZeRO shards at most."""
         return self.config.ranks * self.config.cp
 
@@ -195,7 +197,7 @@ class _StepBounds(NamedTuple):
         """Return the least seconds in which the ranks of ZeRO send gradients, and those in which they gather."""
         config = self.config
         names = tuple([name for name in ("dp", "cp") if name in config.axes])
-        elements = 0.0 if self.shape.experts[0] else self._elements()  # experts have fewer copies
+        elements = 0.0 if self.shape.experts[0] else self._params_per_rank()  # experts have fewer copies
         if config.host > 1:  # the part of a rank's place within its host
             names, elements = ("host",), elements / config.axes["dp"]
         gather = _CODED_BYTES.get(config.gather or "", self.width_bytes) * elements
@@ -207,8 +209,8 @@ class _StepBounds(NamedTuple):
 
     def state_bytes(self) -> float:
         """Return the bytes of parameters and optimizer state between steps."""
-        config, n = self.config, self._elements()
-        shards = self._shards() if config.layout.shards_state else 1
+        config, n = self.config, self._params_per_rank()
+        shards = self._shard_ranks() if config.layout.shards_state else 1
         half = config.precision != "float32"
         full = 0.0
         if not config.layout.shards_params:

@@ -104,14 +104,14 @@ class ModelStep:
                 or if the pipeline has more stages than the model has blocks.
         """
         shape, depth = self.shape.pad_vocab(config.tp), config.depth or self.shape.depth
-        self._check(config, depth)
+        self._check_axes(config, depth)
         axes: dict[str, Any] = {**config.axes}
         ranks = mesh(**axes)
         adamw = optim.adamw(3e-4, weight_decay=0.1, mask=_weight_decay_mask(config), moments=config.moments)
         opt = optim.master_weights(adamw, config.policy)
         opt = optim.offload(opt, config.offload) if config.offload else opt
         opt = optim.chain(optim.clip_by_global_norm(1.0), opt)
-        grad_fn = self._gradients(shape, config, depth)
+        grad_fn = self._make_gradients(shape, config, depth)
 
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
             loss, grads = grad_fn(params, batch)
@@ -119,31 +119,36 @@ class ModelStep:
             return optim.apply_updates(params, updates), opt_state, loss
 
         stage: Any = config.stage
-        pp_loss = self._pipeline(shape, config, depth) if config.pp > 1 else None
+        pp_loss = self._make_pipeline(shape, config, depth) if config.pp > 1 else None
         split = pp_loss.split if pp_loss else _split_rules(shape, config, depth)
         step = shard(train_step, stage=stage, mesh=ranks, axis=config.mean, split=split)
         params = init(shape, depth)
         params, opt_state = step.init(pp_loss.stack(params, ranks) if pp_loss else params, opt)
-        return step, params, opt_state, self._split(make_batch(shape, config.global_batch, self.length), config, ranks)
+        return (
+            step,
+            params,
+            opt_state,
+            self._split_batch(make_batch(shape, config.global_batch, self.length), config, ranks),
+        )
 
-    def _split(self, batch: Any, config: Configuration, ranks: Mesh) -> Any:
+    def _split_batch(self, batch: Any, config: Configuration, ranks: Mesh) -> Any:
         """Split a batch over the ranks: its samples, and along "cp" the tokens of each."""
         if config.cp > 1:
             return context.split(ranks, batch, batch_axis=config.sample_axes)
         return ranks.split(batch, config.sample_axes)
 
-    def _gradients(self, shape: ModelShape, config: Configuration, depth: int) -> Callable[..., Any]:
+    def _make_gradients(self, shape: ModelShape, config: Configuration, depth: int) -> Callable[..., Any]:
         """Return the function that computes loss and gradients: of the full model, or of a rank's stages."""
         policy = config.policy
         if config.pp > 1:
-            return value_and_grad(self._pipeline(shape, config, depth), reduce="weighted", precision=policy)
+            return value_and_grad(self._make_pipeline(shape, config, depth), reduce="weighted", precision=policy)
         run = partial(_block_variants, config.remat)
-        loss_fn = partial(compute_loss, shape, self._options(config), run)
+        loss_fn = partial(compute_loss, shape, self._forward_options(config), run)
         return value_and_grad(loss_fn, precision=policy, micro_batches=config.accumulation, gather=not config.remat)
 
-    def _pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
+    def _make_pipeline(self, shape: ModelShape, config: Configuration, depth: int) -> Pipeline:
         """Return the loss of the model as a pipeline."""
-        options = self._options(config)
+        options = self._forward_options(config)
         return pipeline(
             first=partial(embed, shape, options),
             block=partial(apply_single_block, shape, options),
@@ -156,12 +161,12 @@ class ModelStep:
             split=_split_rules(shape, config, depth),
         )
 
-    def _options(self, config: Configuration) -> ForwardOptions:
+    def _forward_options(self, config: Configuration) -> ForwardOptions:
         is_text = self.shape.task != "image"
         sequence = config.tp > 1 and is_text and self.length // config.cp % config.tp == 0
         return ForwardOptions(self.explicit, config.chunked_loss, sequence, config.float8)
 
-    def _check(self, config: Configuration, depth: int) -> None:
+    def _check_axes(self, config: Configuration, depth: int) -> None:
         """Raise an error for sizes of axes that the model cannot be divided by."""
         shape = self.shape
         if config.cp > 1:

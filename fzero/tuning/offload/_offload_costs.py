@@ -138,7 +138,7 @@ class OffloadCosts(FigureReport):
         Raises:
             ValueError: if `seconds` does not take an argument, or no ratio fits.
         """
-        first = round(self._fitting() * self.parts)
+        first = round(self._smallest_fitting_ratio() * self.parts)
         ratios = [k / self.parts for k in range(first, self.parts + 1)]
         return min(ratios, key=lambda r: (round(self.seconds(r, update, schedule), 12), r))
 
@@ -153,9 +153,9 @@ class OffloadCosts(FigureReport):
         Raises:
             ValueError: if `seconds` does not take an argument, or no ratio fits.
         """
-        return self.seconds(1, over) / self.seconds(self._fitting(), update, schedule)
+        return self.seconds(1, over) / self.seconds(self._smallest_fitting_ratio(), update, schedule)
 
-    def _fitting(self) -> float:
+    def _smallest_fitting_ratio(self) -> float:
         if (first := self.first_fit) is None:
             raise ValueError(
                 f"{self.work.name} fits {self.machine.name} at no ratio: with all state offloaded it takes "
@@ -175,9 +175,9 @@ class OffloadCosts(FigureReport):
         rows += [("host, for a rank", [format_bytes(self.host_bytes(r)) for r in ratios])]
         width = max([len(cell) for _, cells in rows for cell in cells])
         table = [f"{name:<18}" + "".join([f"  {cell:>{width}}" for cell in cells]) for name, cells in rows]
-        return "\n".join([str(self.work), str(self.machine), *self._answer(), *table])
+        return "\n".join([str(self.work), str(self.machine), *self._conclusion_lines(), *table])
 
-    def _answer(self) -> list[str]:
+    def _conclusion_lines(self) -> list[str]:
         room = format_bytes(self.machine.device_bytes)
         if self.first_fit is None:
             return [f"no ratio fits {room} of the device"]

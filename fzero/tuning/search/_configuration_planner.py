@@ -44,7 +44,7 @@ class ConfigurationPlanner:
         if cached_row is not None:
             return cached_row
         with pause_collector():  # plans hold many small objects, and all of them live until the row is made
-            row = self._in_full(request) if isinstance(request, TableRow) else self._row(request)
+            row = self._in_full(request) if isinstance(request, TableRow) else self._plan_row(request)
         if self.cache is not None:
             self.cache.write(request, row)
         return row
@@ -53,20 +53,22 @@ class ConfigurationPlanner:
         """Return a row that was planned before; None if there is none."""
         return None if self.cache is None else self.cache.read(request)
 
-    def _row(self, config: Configuration) -> TableRow:
+    def _plan_row(self, config: Configuration) -> TableRow:
         depths = choose_depths(config, getattr(self.make_step, "blocks_alike", False))
         models = _ExtrapolationModels(self, config)
         for three in zip(depths, depths[1:], depths[2:], strict=False):
             summaries = models.extrapolate(three)
             if summaries is not None:
                 return make_row(config, summaries, in_full=False)
-        return make_row(config, self._plan(config), in_full=True)
+        return make_row(config, self._plan_ranks(config), in_full=True)
 
     def _in_full(self, row: TableRow) -> TableRow:
         settings = {**dict.fromkeys(_find_fullest_ranks(row.config)), row.rank: row.settings}
-        return make_row(row.config, self._plan(row.config, settings), in_full=True)
+        return make_row(row.config, self._plan_ranks(row.config, settings), in_full=True)
 
-    def _plan(self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None) -> _PlanSummaries:
+    def _plan_ranks(
+        self, config: Configuration, settings: Mapping[int, PlanSettings | None] | None = None
+    ) -> _PlanSummaries:
         """Plan a configuration on each rank that may be the fullest or the slowest, or on the ranks of `settings`."""
         return _summarize_plans(config, self.steps(config, settings), settings)
 
@@ -107,8 +109,8 @@ class _ExtrapolationModels:
             depths: three numbers of blocks. The line goes through the first and the last.
         """
         assert self.config.depth is not None
-        plans = {n: self._plan(n) for n in depths}
-        if (fastest := self._fastest(plans)) is None:
+        plans = {n: self._plan_ranks(n) for n in depths}
+        if (fastest := self._fastest_settings(plans)) is None:
             return None
         for n, plan in plans.items():
             replans = {rank: settings for rank, settings in fastest.items() if dict(plan[rank].settings) != settings}
@@ -119,13 +121,13 @@ class _ExtrapolationModels:
         }
         return None if None in summaries.values() else {rank: x for rank, x in summaries.items() if x is not None}
 
-    def _plan(self, depth: int) -> _PlanSummaries:
+    def _plan_ranks(self, depth: int) -> _PlanSummaries:
         if depth not in self.plans:
             self.steps[depth] = self.planner.steps(replace(self.config, depth=depth))
             self.plans[depth] = _summarize_plans(self.config, self.steps[depth])
         return self.plans[depth]
 
-    def _fastest(self, plans: Mapping[int, _PlanSummaries]) -> dict[int, PlanSettings] | None:
+    def _fastest_settings(self, plans: Mapping[int, _PlanSummaries]) -> dict[int, PlanSettings] | None:
         """Return the settings that fzero.jit would choose on each rank; None without a schedule that all plans have."""
         assert self.config.depth is not None
         first, *_, last = plans

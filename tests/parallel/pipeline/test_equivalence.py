@@ -388,7 +388,7 @@ def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
 
     for name, stages in NAMED.items():
         loss, most = loss_of(8, schedule=name, stages_per_rank=stages), {}
-        forward = RankExecutor._forward
+        forward = RankExecutor._run_forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
             result = forward(self, *args)
@@ -397,7 +397,7 @@ def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(RankExecutor, "_forward", counted)
+            patch.setattr(RankExecutor, "_run_forward", counted)
             mesh = fzero.mesh(pp=4, simulate="lockstep")
             trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
         schedule = loss.schedule(4)
