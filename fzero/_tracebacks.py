@@ -81,13 +81,13 @@ class UserFrames:
             return
         # the first entry is the frame of this context
         inner = trace and trace.tb_next
-        reduced = [(e, _user_frames(inner if e is error else e.__traceback__)) for e in _error_chain(error)]
-        has_user_frames = any(entries for _, entries in reduced)
+        frames_of_errors = [(e, _user_frames(inner if e is error else e.__traceback__)) for e in _error_chain(error)]
+        has_user_frames = any(entries for _, entries in frames_of_errors)
         if not has_user_frames and not is_message(error, inner):
             return
         if not has_user_frames:
             vars(error)[_MESSAGE] = True  # callers further out no longer see it by the frames
-        for e, entries in reduced:
+        for e, entries in frames_of_errors:
             e.__traceback__ = entries
         if has_user_frames and _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)
@@ -117,7 +117,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
         if is_user_code(trace.tb_frame.f_code.co_filename):
             entries.append(trace)
         trace = trace.tb_next
-    reduced = None
+    frames = None
     for entry in reversed(entries):
-        reduced = TracebackType(reduced, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return reduced
+        frames = TracebackType(frames, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return frames

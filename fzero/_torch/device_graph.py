@@ -47,8 +47,8 @@ def can_record(tensors: Iterable[torch.Tensor]) -> bool:
 
 def has_recordable_collectives(group: Any, device: torch.device) -> bool:
     """Return whether a process group's collectives on a device run there, as NCCL's do; gloo's run on the host."""
-    resolved: Any = distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateImportUsage]
-    return resolved._get_backend(device).name() != "gloo"
+    process_group: Any = distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateImportUsage]
+    return process_group._get_backend(device).name() != "gloo"
 
 
 def copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

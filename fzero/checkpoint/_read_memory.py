@@ -68,13 +68,13 @@ def materialize(like: Any, mesh: Mesh | None) -> Any:
     entries, structure = tree.flatten(like, is_box)
     plain = {id(x): x for x in entries if isinstance(x, torch.Tensor)}  # a tied tensor is one leaf
     boxed = [x for entry in entries for x in _box_tensors(entry)]  # tensors in boxes are separate leaves, never tied
-    shared = _overlapping_indices([*plain.values(), *boxed])
+    shared_indices = _overlapping_indices([*plain.values(), *boxed])
     meta = [key for key, x in plain.items() if x.is_meta]
     buffers = in_buffers([plain[k] for k in meta], lambda x, shape, _: torch.empty(shape, dtype=x.dtype, device=device))
-    fresh = {key: _zeros_on_device(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared}
+    fresh = {key: _zeros_on_device(x, device) for i, (key, x) in enumerate(plain.items()) if i in shared_indices}
     plain |= {**fresh, **dict(zip(meta, buffers, strict=True))}
     devices = [device_name for entry in entries for device_name in _tensor_devices(entry, device)]
-    usable = [not x.is_meta and i not in shared for i, x in enumerate(boxed, len(plain))]
+    usable = [not x.is_meta and i not in shared_indices for i, x in enumerate(boxed, len(plain))]
     boxed_tensors = iter(
         [x if is_usable else _zeros_on_device(x, to) for x, to, is_usable in zip(boxed, devices, usable, strict=True)]
     )

@@ -60,8 +60,8 @@ class _Scheduler(NamedTuple):
 
     def schedule(self, settings: PassSettings) -> Candidate:
         """Schedule the graph with some settings, and rate the result."""
-        scheduled = self.passes.schedule_with(settings)
-        return Candidate(settings, scheduled, *self.rate(scheduled))
+        new_graph = self.passes.schedule_with(settings)
+        return Candidate(settings, new_graph, *self.rate(new_graph))
 
 
 def candidates(graph: Graph, context: PassContext, options: ScheduleOptions) -> list[Candidate]:
@@ -182,8 +182,10 @@ def _settings_to_try(passes: PassManager, options: ScheduleOptions) -> list[Pass
     """List the settings of recompute, re-gather and buckets that the options leave open."""
     graph = passes.traced
     gathers = _all_gathers(graph)
-    shared = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
-    reuse_bytes = _option_values(options.max_reuse_bytes, [_small_bytes(shared), math.inf]) if gathers else [math.inf]
+    shared_gathers = [g for part in shared_graphs(graph) for g in parameter_gathers(part)] or gathers
+    reuse_bytes = (
+        _option_values(options.max_reuse_bytes, [_small_bytes(shared_gathers), math.inf]) if gathers else [math.inf]
+    )
     recomputes = _option_values(options.recompute, [False, True])
     (size,) = _option_values(options.bucket_bytes, [_bucket_bytes(graph)])
     tries = [

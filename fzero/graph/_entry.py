@@ -369,8 +369,8 @@ def _reused_tensors(traced: TracedGraph, overwrites: dict[int, int], donated: It
     """List the donated tensors whose memory may receive other values. The other tensors may share their memory."""
     inputs, out = [n for n in traced.graph.nodes if is_input(n)], graph_results(traced.graph)
     # the input has the result's shape
-    reused = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}
-    return [i for i in donated if i not in reused]
+    reused_indices = {i for k, i in overwrites.items() if _view_base(out[k]) is inputs[i]}
+    return [i for i in donated if i not in reused_indices]
 
 
 def _view_base(node: Any) -> Any:

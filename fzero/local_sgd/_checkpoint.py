@@ -56,7 +56,7 @@ def load_replicas(
     parts, waiting = divide_into_parts(state.anchor, schedule.parts), schedule.parts_in_flight(count)
     sums = [select(state.anchor, part) if i in waiting else None for i, part in enumerate(parts)]
     like = {"anchor": state.anchor, "outer": state.outer_states, "sent": tree.map(torch.empty_like, sums)}
-    shared = load(folder, like, groups.mesh, partial=True)
+    shared_state = load(folder, like, groups.mesh, partial=True)
     trees = []
     for replica, p, s in zip(groups.replica_indices, params.trees, state.inner.trees, strict=True):
         own_folder = _replica_folder(path, f"replica-{replica % replicas}")
@@ -71,9 +71,9 @@ def load_replicas(
     new_state = LocalState(
         count=count,
         inner=inner,
-        anchor=shared["anchor"],
-        outer_states=tuple(shared["outer"]),
-        pending_sums=tuple(shared["sent"]),
+        anchor=shared_state["anchor"],
+        outer_states=tuple(shared_state["outer"]),
+        pending_sums=tuple(shared_state["sent"]),
     )
     return Replicas(tuple([p for p, _ in trees])), new_state
 

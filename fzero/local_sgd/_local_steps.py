@@ -323,17 +323,17 @@ def local_steps(
         >>> step.gather(state.anchor)
         {'w': tensor(0.1800)}
     """
-    sharded = _sharded_step(step)
-    groups = _replica_groups(sharded, over)
+    sharded_step = _sharded_step(step)
+    groups = _replica_groups(sharded_step, over)
     _check_options(outer, mix, codec)
     optimizer = as_optimizer(sgd(1.0) if outer is None else outer)
-    if optimizer.exact_on_shards is False and sharded.layout.shards_state:
+    if optimizer.exact_on_shards is False and sharded_step.layout.shards_state:
         raise ValueError(
-            f"outer={optimizer!r} is not exact on shards, and stage {sharded.stage} shards the anchor: use another "
-            "outer optimizer, or stage 0"
+            f"outer={optimizer!r} is not exact on shards, and stage {sharded_step.stage} shards the anchor: use "
+            "another outer optimizer, or stage 0"
         )
-    axis = tuple([name for name in sharded.axis if name != over])
-    step_on_all_ranks = replace(sharded.on_mesh(sharded.mesh), axis=axis)  # with a history of its own
+    axis = tuple([name for name in sharded_step.axis if name != over])
+    step_on_all_ranks = replace(sharded_step.on_mesh(sharded_step.mesh), axis=axis)  # with a history of its own
     replica_step = step_on_all_ranks.on_mesh(groups.inner_mesh)
     inner = step.with_options(replica_step) if isinstance(step, Jitted) else replica_step
     schedule = SyncSchedule(every, parts, delay)
@@ -347,27 +347,29 @@ def local_steps(
 
 def _sharded_step(step: Any) -> ShardedStep:
     """Return the sharded step of a step, which may be jitted."""
-    sharded = step.step if isinstance(step, Jitted) else step
-    if not isinstance(sharded, ShardedStep):
+    sharded_step = step.step if isinstance(step, Jitted) else step
+    if not isinstance(sharded_step, ShardedStep):
         raise TypeError(
             f"step is {step!r}: expected fzero.shard(train_step, stage=..., mesh=mesh), or fzero.jit of it, on a mesh "
             "such as fzero.mesh(replica=2, dp=4)"
         )
-    if sharded.param_argnums != (0,):
-        raise TypeError(f"step has param_argnums={sharded.param_argnums}: expected the parameters as argument 0 only")
-    return sharded
+    if sharded_step.param_argnums != (0,):
+        raise TypeError(
+            f"step has param_argnums={sharded_step.param_argnums}: expected the parameters as argument 0 only"
+        )
+    return sharded_step
 
 
-def _replica_groups(sharded: ShardedStep, over: Any) -> ReplicaGroups:
+def _replica_groups(sharded_step: ShardedStep, over: Any) -> ReplicaGroups:
     """Return the groups of replicas along an axis; an error if the step needs this axis for its own batch."""
-    mesh = sharded.mesh
+    mesh = sharded_step.mesh
     if not isinstance(over, str) or over not in mesh.axis_names:
         raise ValueError(
             f"over={over!r}: expected an axis of {mesh!r}, along which ranks train apart; add one, "
             f"fzero.mesh(replica=2, dp=4), or pass over={mesh.axis_names[0]!r}"
         )
     groups = ReplicaGroups(mesh, over)
-    if set(sharded.axis) <= {over}:
+    if set(sharded_step.axis) <= {over}:
         inner_axes = groups.inner_axes
         advice = (
             f"did you mean over={inner_axes[0]!r}?"

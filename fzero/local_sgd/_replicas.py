@@ -159,9 +159,9 @@ class ReplicaGroups:
         if not self.mesh.simulated:
             return PerRank(xs[0], axes)
         sizes = [size for name, size in self.mesh.shape if name in names]
-        stacked = torch.stack(list(xs))
-        stacked = stacked.unflatten(1, sizes) if len(sizes) > 1 else stacked
-        return PerRank(stacked.movedim(0, axes.index(self.over)).flatten(0, len(sizes)), axes)
+        stack = torch.stack(list(xs))
+        stack = stack.unflatten(1, sizes) if len(sizes) > 1 else stack
+        return PerRank(stack.movedim(0, axes.index(self.over)).flatten(0, len(sizes)), axes)
 
     def _differing_axes(self, values: Any) -> list[tuple[str, ...]]:
         """List the axes of a replica's mesh along which each distinct tensor of its tree differs."""

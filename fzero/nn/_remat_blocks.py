@@ -112,12 +112,12 @@ def give_boxes_to_blocks(
         return
     names = list(state)
     entries: list[Any] = list(state.values())
-    shared = _shared_names(module)
+    shared_names = _shared_names(module)
     boxes_of_block: dict[str, dict[str, Any]] = {}
     for spec_id, _, members in sharded_units(names, entries):
         paths = [names[position] for position, _ in members]
         block = next((b for b in blocks if all(name.startswith(f"{b}.") for name in paths)), None)
-        if block is None or any(name in shared for name in paths):
+        if block is None or any(name in shared_names for name in paths):
             continue
         for position, index in members:
             boxes_of_block.setdefault(block, {})[names[position]] = entries[position]

@@ -318,11 +318,11 @@ def _release_modules(modules: Sequence[torch.nn.Module]) -> None:
 
 def _exact_frozen(step: ShardedStep, frozen: Mapping[str, torch.Tensor], policy: optim.Precision) -> Any:
     """Shard the frozen parameters that the policy rounds, as master weights of them: a saved model holds these."""
-    rounded = {name: x for name, x in frozen.items() if x.dtype == policy.master}
-    if not rounded:
+    half_precision_leaves = {name: x for name, x in frozen.items() if x.dtype == policy.master}
+    if not half_precision_leaves:
         return {}
     masters = optim.master_weights(optim.set_to_zero(), replace(policy, shard=None))
-    return step.init(rounded, masters)[1].master
+    return step.init(half_precision_leaves, masters)[1].master
 
 
 def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:

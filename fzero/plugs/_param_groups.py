@@ -42,8 +42,8 @@ class ParamGroups:
 
         The moments are kept once; masks select what differs by group.
         """
-        shared = self.hyperparams[0]
-        base, is_coupled = _make_base(self.kind, shared)
+        first_group = self.hyperparams[0]
+        base, is_coupled = _make_base(self.kind, first_group)
         decays = [
             self._group_optimizer(i, optim.add_decayed_weights(group["weight_decay"]))
             for i, group in enumerate(self.hyperparams)

@@ -93,10 +93,10 @@ def shard_trainer(
     # methods run ours by super()
     bases = (_Prediction, _ShardedTrainer) if kind is Trainer else (_Prediction, kind, _ShardedTrainer)
     sharded_class = type(kind.__name__, bases, {"__module__": kind.__module__})
-    sharded = object.__new__(sharded_class)
-    vars(sharded).update(vars(trainer))
-    _put_on_mesh(sharded, stage, mesh, backend)
-    return sharded
+    sharded_trainer = object.__new__(sharded_class)
+    vars(sharded_trainer).update(vars(trainer))
+    _put_on_mesh(sharded_trainer, stage, mesh, backend)
+    return sharded_trainer
 
 
 @api_boundary

@@ -412,11 +412,11 @@ def _check_each(options: TuneOptions, parallel_dims: Sequence[_ParallelDims], re
     Raises:
         ValueError: if one does not. The message gives the reason.
     """
-    searched = [word for word in PARALLEL if tuple(getattr(options, word)) != (1,)]
-    for word in searched:
+    searched_words = [word for word in PARALLEL if tuple(getattr(options, word)) != (1,)]
+    for word in searched_words:
         for value in getattr(options, word):
             if not any(getattr(x, word) == value for x in parallel_dims):
-                axes = [f"{w}={tuple(getattr(options, w))}" for w in searched]
+                axes = [f"{w}={tuple(getattr(options, w))}" for w in searched_words]
                 raise ValueError(f"{', '.join(axes)}: no configuration has {word}={value}: {reason}")
 
 

@@ -95,8 +95,8 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _check_required(args: argparse.Namespace) -> None:
-    required = ["model", "world", "batch"] + ([] if ":" in (args.model or "") else ["length"])
-    missing = [f"--{name}" if name != "model" else "MODEL" for name in required if getattr(args, name) is None]
+    required_names = ["model", "world", "batch"] + ([] if ":" in (args.model or "") else ["length"])
+    missing = [f"--{name}" if name != "model" else "MODEL" for name in required_names if getattr(args, name) is None]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} missing: for example, fzero plan llama-3-8b --world 64 --batch 512 --length 8192"

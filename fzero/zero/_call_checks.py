@@ -303,10 +303,12 @@ def _check_state_is_returned(args: Sequence[Any], out: Any, param_argnums: Seque
     pairs = [pair for i in param_argnums for pair in zip(tree.tensors(args[i]), tree.tensors(results[i]), strict=False)]
     is_unchanged = all(x is y for x, y in pairs)
     extra_results = [x for i, x in enumerate(results) if i not in param_argnums]
-    returned = [state for x in extra_results for state in tree.flatten(x, is_opt_state)[0] if is_opt_state(state)]
-    if states and returned and pairs:
-        _check_both_are_new(returned, is_unchanged)
-    if not states or returned or is_unchanged:
+    returned_states = [
+        state for x in extra_results for state in tree.flatten(x, is_opt_state)[0] if is_opt_state(state)
+    ]
+    if states and returned_states and pairs:
+        _check_both_are_new(returned_states, is_unchanged)
+    if not states or returned_states or is_unchanged:
         return
     i = states[0]
     message = (

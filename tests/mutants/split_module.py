@@ -34,7 +34,7 @@ MUTANTS = [
         Fault(
             "a split module does not share its parameters' memory",
             "split_module",
-            (dropped("**A", at="2 of 4"), dropped("**shared")),
+            (dropped("**A", at="2 of 4"), dropped("**tied_tensors")),
         ),
         Fault("join returns the blocks' parameters only", "_SplitModule.join", returns("block_params")),
         Fault(

@@ -147,9 +147,9 @@ class _Allocator:
         return sum([pool.reserved for pool in self._pools])
 
     def allocate(self, size: int) -> tuple[_Pool, _CachedBlock]:
-        rounded = max(_round_up(size, _ROUNDING_BYTES), _ROUNDING_BYTES)
-        pool = self._pools[rounded > _MB]
-        block = pool.allocate(rounded)
+        rounded_size = max(_round_up(size, _ROUNDING_BYTES), _ROUNDING_BYTES)
+        pool = self._pools[rounded_size > _MB]
+        block = pool.allocate(rounded_size)
         self._allocated += block.size
         self.peak = max(self.peak, self._allocated)
         return pool, block

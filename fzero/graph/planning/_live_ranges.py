@@ -181,13 +181,13 @@ def _extra_ranges(position: Mapping[Node, int], repeated_waits: Set[Node]) -> li
 def _repeated_waits(order: Iterable[Node]) -> set[Node]:
     """Return the waits whose collective an earlier wait has ended, as `recompute` makes them: they hold no operands."""
     visited: set[tuple[Node, object]] = set()
-    repeated: set[Node] = set()
+    repeated_waits: set[Node] = set()
     for node in order:
         if is_wait(node):
             source = node.all_input_nodes[0]
             key = (source_collective(source), source.args[1] if source.target is operator.getitem else None)
-            (repeated.add(node) if key in visited else visited.add(key))
-    return repeated
+            (repeated_waits.add(node) if key in visited else visited.add(key))
+    return repeated_waits
 
 
 def _completed_collectives(node: Node) -> list[Node]:
@@ -297,8 +297,8 @@ def live_bytes(ranges: Iterable[Range], nodes: int) -> list[int]:
 
 def peak_bytes(graph: Graph) -> int:
     """Return a graph's peak memory on the device in bytes, arguments included."""
-    recorded = _RECORDED_PEAKS.get(graph)
-    return max(device_live_bytes(list(graph.nodes))) if recorded is None else recorded
+    recorded_peak = _RECORDED_PEAKS.get(graph)
+    return max(device_live_bytes(list(graph.nodes))) if recorded_peak is None else recorded_peak
 
 
 _RECORDED_PEAKS: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()

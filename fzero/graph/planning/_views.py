@@ -48,10 +48,10 @@ def summary(plan: "Plan") -> str:
     if plan.workspace_bytes:
         lines.append(f"beside the peak: {format_bytes(plan.workspace_bytes)} workspace of matrix products")
     if plan.device_type == "cuda":
-        reserved, expanding = [
+        reserved_bytes, expanding = [
             format_bytes(plan.allocator_peaks(expandable_segments=x).reserved_bytes) for x in (False, True)
         ]
-        lines.append(f"torch's caching allocator reserves {reserved}, with expandable segments {expanding}")
+        lines.append(f"torch's caching allocator reserves {reserved_bytes}, with expandable segments {expanding}")
     communicated_bytes, count = sum(c.bytes * c.times for c in plan.collectives), sum(c.times for c in plan.collectives)
     if count:
         lines.append(f"{count} collectives move {format_bytes(communicated_bytes)}:")
@@ -67,8 +67,8 @@ def summary(plan: "Plan") -> str:
             f"{len(plan.transfers)} transfers: {format_bytes(to_host_bytes)} to the host, "
             f"{format_bytes(to_device_bytes)} to the device"
         )
-    rejected = f"; {len(plan.rejected)} other schedules were rejected" if plan.rejected else ""
-    lines.append(f"{_work_text(plan)}{rejected}; details() lists all")
+    rejected_text = f"; {len(plan.rejected)} other schedules were rejected" if plan.rejected else ""
+    lines.append(f"{_work_text(plan)}{rejected_text}; details() lists all")
     return "\n".join(lines)
 
 

@@ -104,9 +104,12 @@ def _piecewise(graph: Graph, options: LoweringOptions) -> Executable:
     program = make_program(make_copies_async(graph))
     codes = distinct_segments(program)
     lengths = options.lengths
-    shared = {} if lengths is None else for_all_lengths(codes, lengths, options.shapes, options.agreement_mesh)
-    refused = set() if lengths is None else lengths.refused_names  # refused by some rank, so no rank runs it compiled
-    codes = [code for code in codes if code.name not in shared and code.name not in refused]
+    shared_functions = (
+        {} if lengths is None else for_all_lengths(codes, lengths, options.shapes, options.agreement_mesh)
+    )
+    # what some rank refused, no rank runs compiled
+    refused_names = set() if lengths is None else lengths.refused_names
+    codes = [code for code in codes if code.name not in shared_functions and code.name not in refused_names]
     cold = [code for code in codes if not is_compiled(code)]
     workers = start_workers(cold, worker_count(cold))
     try:
@@ -118,9 +121,9 @@ def _piecewise(graph: Graph, options: LoweringOptions) -> Executable:
         workers.stop()
     refusals = all_refusals({name: x for name, x in outcomes.items() if isinstance(x, Refusal)}, options.agreement_mesh)
     notify([*refusals.values()], options.mesh, options.strict)
-    refused.update(refusals)
+    refused_names.update(refusals)
     single_length = {k: x for k, x in outcomes.items() if not isinstance(x, Refusal) and k not in refusals}
-    return make_segments_executable(program, shared | single_length)
+    return make_segments_executable(program, shared_functions | single_length)
 
 
 def _auto(graph: Graph, options: LoweringOptions) -> Executable:

@@ -124,9 +124,9 @@ class RecordedStep:
         copy_together([static for static, _ in pairs], [x for _, x in pairs])
         recording.graph.run()
         results = [args[x] if isinstance(x, int) else x for x in recording.graph.results]
-        recorded = [results[i] for i in recording.outputs]
-        fresh = [torch.empty_like(x) for x in recorded]
-        copy_together(fresh, recorded)
-        for i, x in zip(recording.outputs, fresh, strict=True):
+        graph_outputs = [results[i] for i in recording.outputs]
+        copies = [torch.empty_like(x) for x in graph_outputs]
+        copy_together(copies, graph_outputs)
+        for i, x in zip(recording.outputs, copies, strict=True):
             results[i] = x
         return results

@@ -20,9 +20,9 @@ __all__ = ["Segment", "make_segment"]
 def _read_rounded_values(graph: Graph) -> None:
     """Replace each `p + (r - p)`, of narrow values in a wide dtype, by `r`, which is exact; the sum may round."""
     for node in graph.nodes:
-        rounded = _rounded_operand(node)
-        if rounded is not None:
-            node.replace_all_uses_with(rounded)
+        operand = _rounded_operand(node)
+        if operand is not None:
+            node.replace_all_uses_with(operand)
 
 
 def _rounded_operand(node: Node) -> Node | None:

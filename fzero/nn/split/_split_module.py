@@ -266,11 +266,11 @@ def split_module(
     shells = {
         id(block): Shell(i, part.apply.module) for i, (block, part) in enumerate(zip(block_modules, parts, strict=True))
     }
-    shared = shared_tensors(module)
-    plain = functional(copy_module(module, {**shells, **shared}), ignore_writes=ignore_writes)
+    tied_tensors = shared_tensors(module)
+    plain = functional(copy_module(module, {**shells, **tied_tensors}), ignore_writes=ignore_writes)
     rest = plain
     if tp is not None:
-        module_copy = copy_module(module, {**shells, **shared})
+        module_copy = copy_module(module, {**shells, **tied_tensors})
         rest = functional(module_copy, tp=outside(tp, names), ignore_writes=ignore_writes)
     split = _SplitModule(
         shell=_read_only(rest.apply),

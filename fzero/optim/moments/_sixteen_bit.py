@@ -134,10 +134,10 @@ def _update_leaf(
     """Return the update of a full leaf, and the new values and full numbers of each moment."""
     is_full = values[0].shape == full[0].shape
     u, *new = f(g, *[v.to(x.dtype) for v, x in zip(values, full, strict=True)], *rest)
-    rounded = _round_moments(new, leaf_bits(key, path, g))
+    new_moments = _round_moments(new, leaf_bits(key, path, g))
     if is_full:
         u, *full = f(g, *full, *rest)
-    pairs = zip(rounded, full, strict=True)
+    pairs = zip(new_moments, full, strict=True)
     return [u, *[x for pair in pairs for x in pair]]
 
 
@@ -150,11 +150,11 @@ def _update_unit(
     moments = [v.data.to(x.dtype) for v, x in zip(values, full, strict=True)]
     inputs = [x.data if is_box(x) else x for x in rest]
     u, *new = f(g.data, *moments, *inputs)
-    rounded = _round_moments(new, shard_bits(key, spec_id, g.device))
+    new_moments = _round_moments(new, shard_bits(key, spec_id, g.device))
     boxes = [make_box(subset_id, [x.data]) for x in full]
     if traced_spec(subset_id).numel:
         u, boxes = _update_full_leaves(f, g, full, inputs, u)
-    pairs = zip([make_box(spec_id, [x]) for x in rounded], boxes, strict=True)
+    pairs = zip([make_box(spec_id, [x]) for x in new_moments], boxes, strict=True)
     return [make_box(spec_id, [u]), *[x for pair in pairs for x in pair]]
 
 

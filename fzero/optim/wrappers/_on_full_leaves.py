@@ -160,8 +160,8 @@ def _shard_states(paths: Sequence[str], unit: ShardedUnit, states: Sequence[OptS
     by_path = {paths[position]: states[index] for position, index in unit.members}
     assignment = assign_units(by_path, [bound_axis(name) for name in spec.order], rules)
     shards = [own_shard(part.spec_id, part.leaves) for part in assignment.units]
-    sharded = assignment.with_shards(shards)
-    return {position: sharded[paths[position]] for position, _ in unit.members}
+    results = assignment.with_shards(shards)
+    return {position: results[paths[position]] for position, _ in unit.members}
 
 
 def _gather_state(states: Any) -> Any:

@@ -119,7 +119,7 @@ def _round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
     key = fold_in(key, 1)  # moments in bfloat16 may have the same key, and draw with it as it is
     paths, entries, structure = tree.flatten_with_paths(values, is_box)
     like_leaves = tree.leaves_up_to(values, like, is_box)
-    rounded: dict[Any, torch.Tensor] = {}  # a tied leaf is rounded once, by the draws of its first path
+    rounded_leaves: dict[Any, torch.Tensor] = {}  # a tied leaf is rounded once, by the draws of its first path
     out = list(entries)
     for i, (path, x, p) in enumerate(zip(paths, entries, like_leaves, strict=True)):
         if not isinstance(x, torch.Tensor | Shard) or p.dtype != torch.bfloat16:
@@ -127,7 +127,7 @@ def _round_tree(values: Tree, like: Tree, key: torch.Tensor) -> Tree:
         if isinstance(x, Shard):
             out[i] = make_box(x.spec_id, [round_at_random(x.data, shard_bits(key, x.spec_id, x.device))])
             continue
-        if tree.identity(x) not in rounded:
-            rounded[tree.identity(x)] = round_at_random(x, leaf_bits(key, path, x))
-        out[i] = rounded[tree.identity(x)]
+        if tree.identity(x) not in rounded_leaves:
+            rounded_leaves[tree.identity(x)] = round_at_random(x, leaf_bits(key, path, x))
+        out[i] = rounded_leaves[tree.identity(x)]
     return tree.unflatten(structure, out)

@@ -135,7 +135,7 @@ def neighbours(
     if documents is None:
         return [_concatenate_slices(parts, i, before + after, dim) for i in range(before + 1 + after)]
     numbers = halo(documents, before, after, axis=axis, dim=documents.ndim - 1)
-    shifted = []
+    neighbour_slices = []
     for i in range(before + 1 + after):
         y = _concatenate_slices(parts, i, before + after, dim)
         are_same_document = _concatenate_slices(numbers, i, before + after, documents.ndim - 1) == documents
@@ -145,8 +145,8 @@ def neighbours(
             x.shape[dim],
             *[1] * (x.ndim - 1 - dim),
         )
-        shifted.append(y if i == before else torch.where(broadcast, y, 0))
-    return shifted
+        neighbour_slices.append(y if i == before else torch.where(broadcast, y, 0))
+    return neighbour_slices
 
 
 def _concatenate_slices(parts: list[torch.Tensor], start: int, further: int, dim: int) -> torch.Tensor:

@@ -36,9 +36,9 @@ def replace_convolutions(model_copy: torch.nn.Module, convolution: _Convolution)
     for _, module in short_convolutions(model_copy):
         forward = inspect.unwrap(type(module).forward)
         names = {**forward.__globals__, _CALLED: convolution}
-        replaced = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        replaced.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = MethodType(replaced, module)
+        new_forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        new_forward.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(new_forward, module)
 
 
 def split_convolution(name: str, axis: str) -> _Convolution:

@@ -107,16 +107,16 @@ def global_norm(params: Tree) -> torch.Tensor:
         tensor(5.)
     """
     entries = tree.flatten(params, is_box)[0]
-    sharded: dict[tuple[str, ...], torch.Tensor] = {}
+    sums_by_axes: dict[tuple[str, ...], torch.Tensor] = {}
     plain: dict[int, torch.Tensor] = {}
     for x in entries:
         if isinstance(x, Shard):
             axes = traced_spec(x.spec_id).varies
             square = _square_in_float32(zero_padding(x))
-            sharded[axes] = sharded[axes] + square if axes in sharded else square
+            sums_by_axes[axes] = sums_by_axes[axes] + square if axes in sums_by_axes else square
         elif isinstance(x, torch.Tensor) and id(x) not in plain:
             plain[id(x)] = _square_in_float32(x)
-    squares = [psum(square, axes) for axes, square in sharded.items()] + list(plain.values())
+    squares = [psum(square, axes) for axes, square in sums_by_axes.items()] + list(plain.values())
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
 
 

@@ -178,7 +178,7 @@ def goodput(
         save_interval(reliability.device_mtbf_seconds / devices, reliability.save_seconds), days * _DAY_SECONDS
     )
     intervals = [save_every_seconds] if save_every_seconds is not None else [formula * x for x in _INTERVAL_FACTORS]
-    rounded = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
+    rounded_intervals = sorted({max(round(x / step_seconds), 1) * step_seconds for x in intervals})
 
     def simulated(interval: float, sample: int) -> SimulatedRun:
         return SimulatedRun(
@@ -189,7 +189,7 @@ def goodput(
             rng=random.Random(f"{seed} {sample}"),
         ).simulate()
 
-    runs = {interval: [simulated(interval, i) for i in range(samples)] for interval in rounded}
+    runs = {interval: [simulated(interval, i) for i in range(samples)] for interval in rounded_intervals}
     shares = {
         interval: _Quartiles(*quantiles([x.share for x in results], method="inclusive"))
         for interval, results in runs.items()

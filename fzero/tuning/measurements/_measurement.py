@@ -155,16 +155,20 @@ def _planned_reserve(plan: Plan | None) -> str:
 
 def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint]:
     """Return hints on fragmentation and retries of the caching allocator."""
-    reserved, peak = last.measurement.reserved_bytes, last.peak_bytes
+    reserved_bytes, peak = last.measurement.reserved_bytes, last.peak_bytes
     hints = []
-    if reserved is not None and peak is not None and reserved - peak > max(_RESERVED_TOLERANCE * peak, _MIN_BYTES):
+    if (
+        reserved_bytes is not None
+        and peak is not None
+        and reserved_bytes - peak > max(_RESERVED_TOLERANCE * peak, _MIN_BYTES)
+    ):
         plan = last.plan
-        excess_text = "above its use" if plan is None else f"{reserved / plan.peak_bytes - 1:.0%} above plan"
+        excess_text = "above its use" if plan is None else f"{reserved_bytes / plan.peak_bytes - 1:.0%} above plan"
         hints.append(
             Hint(
                 "fragmentation",
-                f"the allocator holds {format_bytes(reserved)}, {excess_text}, of which "
-                f"{format_bytes(reserved - peak)} were never used at once{_planned_reserve(plan)}; set "
+                f"the allocator holds {format_bytes(reserved_bytes)}, {excess_text}, of which "
+                f"{format_bytes(reserved_bytes - peak)} were never used at once{_planned_reserve(plan)}; set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.accelerator.empty_cache() after init",
             )
         )

@@ -178,11 +178,11 @@ def _emit_with_gathers(rules: OrderRules, state: _ListSchedulerState, node: Node
     Returns:
         The nodes that become ready, as a stack.
     """
-    released = []
+    ready_nodes = []
     for gather in rules.ahead.get(node, ()):
         for n in _unmet_needs(rules, state, gather):
-            released += _append_node(rules, state, n)
-    return released + _append_node(rules, state, node)
+            ready_nodes += _append_node(rules, state, n)
+    return ready_nodes + _append_node(rules, state, node)
 
 
 def _append_node(rules: OrderRules, state: _ListSchedulerState, node: Node) -> list[Node]:

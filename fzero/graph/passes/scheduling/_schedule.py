@@ -167,8 +167,8 @@ def schedule(
         if limit < math.inf:
             ahead = fit_prefetches(ahead, order, cache.live(in_flight), limit)
         order = list_nodes(cache.rules._replace(in_flight=in_flight, ahead=ahead))
-    scheduled = copy_nodes(order)
-    result, peak = _move_host_last(scheduled), cache.known_peak(order)
-    if result is scheduled and peak is not None:
+    new_graph = copy_nodes(order)
+    result, peak = _move_host_last(new_graph), cache.known_peak(order)
+    if result is new_graph and peak is not None:
         record_peak(result, peak)
     return result
