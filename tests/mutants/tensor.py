@@ -111,6 +111,13 @@ MUTANTS = [
     *File("parallel/tensor/_styles.py", LAYERS).faults(
         Fault("a packed matrix is split without unpacking", "ParamSplit.unpacked_dim", returns("self.dim")),
     ),
+    *File("parallel/tensor/_tensor_plan.py", TRANSFORMERS).faults(
+        Fault(
+            "the parameters of an activation have the gradient of one rank's columns",
+            "_style_activations",
+            becomes("dict.fromkeys(A, B())", "{}"),
+        ),
+    ),
     *File("parallel/tensor/_style_splits.py", LAYERS).faults(
         Fault(
             "the number of groups of heads is not divided",

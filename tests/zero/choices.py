@@ -21,7 +21,7 @@ READ_FULL_LEAVES = ("lamb", "adafactor", "muon")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True),
     "adamw": lambda: optim.adamw(1e-2, eps=1e-3, mask=no_decay),
-    "lion": lambda: optim.chain(optim.scale_by_adam(eps=1e-3), optim.scale(-0.01)),
+    "chained": lambda: optim.chain(optim.scale_by_adam(eps=1e-3), optim.scale(-0.01)),
     "adagrad": lambda: optim.adagrad(1e-2, eps=1e-3),
     "lamb": lambda: optim.lamb(1e-2, weight_decay=0.1),
     "adafactor": lambda: optim.adafactor(1e-2, eps=1e-3),

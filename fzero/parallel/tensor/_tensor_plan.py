@@ -57,6 +57,7 @@ def resolve_plan(module: torch.nn.Module, plan: Plan | None) -> tuple[dict[str, 
     parameters = {name: style for name, style in plan_styles.items() if name not in modules and style is not None}
     for name in [name for name, style in styles.items() if isinstance(style, LatentProjection)]:
         styles |= _style_latent(name, styles, modules)
+    styles = {**_style_activations(styles, modules), **styles}
     return {name: style for name, style in styles.items() if style is not None}, parameters
 
 
@@ -81,6 +82,18 @@ def _style_latent(
             "rank's heads use all of the latent, and its gradient is summed over the ranks"
         )
     return {norm: ReplicatedParams(), linear: ColumnParallel(sums_input_gradient=False)}
+
+
+def _style_activations(styles: Mapping[str, Style | None], modules: Mapping[str, torch.nn.Module]) -> dict[str, Style]:
+    """Return the styles of activations with parameters, such as Apertus's, that run on a rank's columns.
+
+    Plans of transformers leave them out.
+    """
+    columns = [name for name, style in styles.items() if isinstance(style, ColumnParallel) and not style.gather]
+    parents = dict.fromkeys([name.rpartition(".")[0] for name in columns])
+    names = [".".join([parent, "act_fn"]).lstrip(".") for parent in parents]
+    activations = [name for name in names if name in modules and any(True for _ in modules[name].parameters())]
+    return dict.fromkeys(activations, ReplicatedParams())
 
 
 def with_stars(name: str) -> str:

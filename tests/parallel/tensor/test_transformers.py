@@ -87,6 +87,20 @@ def test_latent_attention_trains_as_the_whole_model(name, rank, experts, sequenc
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight" not in split_over(params)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_activation_with_parameters_runs_on_parts(sequence):
+    """Apertus's own plan leaves its activation out, whose two numbers then had the gradient of one rank's columns."""
+    model = model_of("apertus", hidden_act="xielu")
+    layers = tp.layers(model, sequence=sequence)
+    for mesh, stage in MESHES:
+        check(model, layers, mesh, stage, FLOAT32)
+    left_out = tp.layers(model, {"model.layers.*.mlp.act_fn": None})
+    assert [name for name in layers.styles if name not in left_out.styles] == [
+        "model.layers.0.mlp.act_fn",
+        "model.layers.1.mlp.act_fn",
+    ]
+
+
 def test_a_plan_that_leaves_out_what_follows_a_latent_is_refused():
     model = model_of("minicpm3", **LATENT, q_lora_rank=8)
     with pytest.raises(ValueError, match=r"the plan must give 'model\.layers\.0\.self_attn\.kv_b_proj' .* 'colwise'"):
