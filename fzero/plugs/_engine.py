@@ -9,6 +9,7 @@ import torch
 from fzero import nn, optim
 from fzero.checkpoint import load, save
 from fzero.graph import jit
+from fzero.plugs._forward_hooks import check_hooks, list_hooks
 from fzero.plugs._loop_step import LoopStep, Models
 from fzero.plugs._micro_batches import MicroBatch, stack
 from fzero.plugs._param_groups import ParamGroups, hold_stand_ins
@@ -62,6 +63,8 @@ class Engine:
         self.metrics: dict[str, torch.Tensor] = {}
         self.precision = precision
         self._jitted_step = None if backend is None else jit(step, backend=backend)
+        # A step on a copy of the model has the hooks of now, and one on the model itself those of its first run.
+        self._hooks = None if self._loop_step.models is models else list_hooks(models.apply.module)
         # An eager update of the whole tree would hold the state three times. The parameters are not donated: a user's
         # module may keep a loss with its graph, which holds them.
         update = replace(step, train_step=self._loop_step.update, check=False)  # no argument of it is a batch
@@ -80,6 +83,9 @@ class Engine:
 
     def run_step(self, batches: Sequence[dict[str, Any]], rates: Sequence[float]) -> dict[str, torch.Tensor]:
         """Run a step on this rank's micro-batches."""
+        if self.is_jitted:
+            self._hooks = list_hooks(self.models.apply.module) if self._hooks is None else self._hooks
+            check_hooks(self._hooks, self.models.apply.module)
         stacked = stack(batches, as_one=self.is_jitted and not self.models.apply.mutable_names)
         local = [batch._replace(tensors=self.mesh.local(lambda rank, x=batch: x.tensors)) for batch in stacked]
         arguments = self.params, self.opt_state, self.buffers, self.other_tensors

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Fault, File
 TRAINER = ("tests/plugs/test_transformers.py",)
 LIGHTNING = ("tests/plugs/test_lightning.py", "-k", "not processes")
 ACCELERATE = ("tests/plugs/test_accelerate.py", "-k", "not processes")
+HOOKS = ("tests/plugs/test_forward_hooks.py",)
 IN_PLACE = ("tests/nn/test_in_place.py",)
 AUTOGRAD = ("tests/transforms/test_autograd.py",)
 
@@ -150,6 +151,11 @@ MUTANTS = [
     ),
     *File("plugs/_engine.py", TRAINER).faults(
         Fault("the given model keeps its memory", "_release_modules", skipped('module.to("meta")')),
+    ),
+    *File("plugs/_forward_hooks.py", HOOKS).faults(
+        Fault(
+            "a compiled step ignores a hook that was added", "check_hooks", becomes("hooks == compiled_hooks", "True")
+        ),
     ),
     *File("plugs/_param_groups.py", TRAINER).faults(
         Fault(
