@@ -265,7 +265,7 @@ def make_engine(
     by_block = nn.functional_in_place(model, mesh.device) if options.in_place else _divide_at_blocks(model)
     rest = [_divide_at_blocks(other.requires_grad_(False)) for other in other_modules]
     models = Models(by_block.apply, tuple([x.apply for x in rest]))
-    in_step = models if options.remat or backend is None else Models(nn.functional(model).apply, models.other_applies)
+    in_step = _choose_step_models(model, models, options)
     train_step = _make_train_step(in_step, loss, optimizer_groups, options)
     step = shard(train_step, stage=options.stage, mesh=mesh)
     rates = [0.0] * len(optimizer_groups.names) if opt is None else optimizer_groups.rates(opt)
@@ -339,6 +339,28 @@ def _copy_from_first_rank(module: torch.nn.Module, mesh: Mesh) -> None:
         on_device = x.detach().to(mesh.device)
         torch.distributed.broadcast(on_device, 0)
         x.data.copy_(on_device)
+
+
+def _choose_step_models(model: torch.nn.Module, models: Models, options: EngineOptions) -> Models:
+    """Return the models of a step: with blocks that gather their own parameters and run again, or without.
+
+    Hooks of transformers collect the logits of routers, which a block that runs again would lose. A step of such a
+    model gathers all parameters.
+
+    Raises:
+        ValueError: if blocks should run again in such a model.
+    """
+    if options.in_place:
+        return models
+    configs = [getattr(m, "config", None) for m in model.modules()]
+    collects_router_logits = any(getattr(config, "output_router_logits", False) is True for config in configs)
+    if options.remat and collects_router_logits:
+        raise ValueError(
+            "config.output_router_logits is set, and blocks that run again in the backward pass would lose these "
+            "logits: pass gradient_checkpointing=False, where TRL has True by default, or set the flag to False"
+        )
+    is_by_block = options.remat or (options.backend is None and not collects_router_logits)
+    return models if is_by_block else Models(nn.functional(model).apply, models.other_applies)
 
 
 def _divide_at_blocks(module: torch.nn.Module) -> nn.Functional:

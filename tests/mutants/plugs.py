@@ -157,6 +157,13 @@ MUTANTS = [
             "a compiled step ignores a hook that was added", "check_hooks", becomes("hooks == compiled_hooks", "True")
         ),
     ),
+    *File("plugs/_engine.py", ("tests/plugs/test_routers.py",)).faults(
+        Fault(
+            "blocks that lose the logits of routers run again",
+            "_choose_step_models",
+            becomes("not collects_router_logits", "True"),
+        ),
+    ),
     *File("plugs/_param_groups.py", TRAINER).faults(
         Fault(
             "a group's weight decay reaches all groups",
