@@ -162,8 +162,8 @@ class Scope(NamedTuple):
         in_loss: whether the loss function of a `value_and_grad` is running.
         per_rank_memory: the memory of a process that differs by rank; empty in a simulation, which needs no list.
         splits: for each argument in a `PerRank` box how it was split; None for one that a rank loaded itself.
-        sequence_lengths: the sizes, besides that of samples, of the integers in these boxes: lengths of sequences of
-            tokens.
+        sequence_lengths: the sizes, besides that of samples, of the integers in these boxes, or in plain tensors if
+            there is no box: lengths of sequences of tokens.
         invariant_loss: the running loss, if it is invariant along some axes.
         loss_scale: the factor by which the loss's gradients are scaled, for half precision.
         device: the device of the program's ranks.
@@ -241,7 +241,7 @@ def tokens_axis() -> str | None:
 
 
 def sequence_lengths() -> tuple[int, ...]:
-    """Return the sizes, besides that of samples, of the integers in the running program's `PerRank` arguments."""
+    """Return the sizes, besides that of samples, of the integers in the program's arguments: in boxes, if any are."""
     return SCOPES.stack[-1].sequence_lengths if SCOPES.stack else ()
 
 

@@ -87,13 +87,15 @@ class Spmd:
         memory = (
             () if self.mesh.simulated or torch.compiler.is_dynamo_compiling() else _per_rank_memory(call, self.mesh)
         )
-        boxes = [x for x in tree.flatten(call, is_box)[0] if isinstance(x, PerRank)]
+        leaves = tree.flatten(call, is_box)[0]
+        boxes = [x for x in leaves if isinstance(x, PerRank)]
+        plain_tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         scope = Scope(
             Axes(axes, joint, self.default_axes),
             self.rules,
             per_rank_memory=memory,
             splits=tuple([x.split for x in boxes]),
-            sequence_lengths=_sequence_lengths(boxes),
+            sequence_lengths=_sequence_lengths(boxes or plain_tensors),
             device=self.mesh.device,
         )
         return call_in_scope(scope, lambda: self.program(*args, **kwargs))
@@ -310,9 +312,9 @@ def check_rank_dimension(x: torch.Tensor, label: str, mesh: "Mesh", axes: _Names
         )
 
 
-def _sequence_lengths(boxes: Iterable[PerRank]) -> tuple[int, ...]:
-    """Return the sizes of integers in boxes besides that of samples, such as of tokens `[samples, tokens]`."""
-    integers = [x for box in boxes for x in tree.tensors(box) if not x.is_floating_point() and not x.is_complex()]
+def _sequence_lengths(trees: Iterable[Any]) -> tuple[int, ...]:
+    """Return the sizes of integers in trees besides that of samples, such as of tokens `[samples, tokens]`."""
+    integers = [x for t in trees for x in tree.tensors(t) if not x.is_floating_point() and not x.is_complex()]
     return tuple([size for x in integers for size in x.shape[1:]])  # no set: hashes decide on a symbolic length
 
 

@@ -29,7 +29,7 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_layout.py", LAYOUT).faults(
-        Fault("a batch of samples passes for one of tokens", "check_tokens_split", never("all(A)")),
+        Fault("a batch of samples passes for one of tokens", "check_tokens_split", never("splits and all(A)")),
         Fault("whole sequences pass for parts", "check_tokens_split", never("is_whole and A and B")),
         Fault(
             "tokens that another axis splits pass for whole ones",
@@ -58,6 +58,9 @@ MUTANTS = [
     ),
     *File("sharding/_boxes.py", LAYOUT).faults(
         Fault("a box forgets how it was split", "PerRank.__init__", becomes("self.split = split", "self.split = None")),
+    ),
+    *File("ranks/_spmd.py", LAYOUT).faults(
+        Fault("whole sequences without a box pass for parts", "Spmd._call", becomes("boxes or plain_tensors", "boxes")),
     ),
     *File("parallel/context/_layout.py", LAYOUT + TRAINING).faults(
         Fault("gathered tokens are in the order of ranks", "all_gather", bare("from_rank_order(A, B, C)")),

@@ -68,9 +68,9 @@ def check_tokens_split(axis: str, tokens: int) -> None:
                     f"axis={axis!r}: its {ranks} ranks were given a batch whose tokens are split over {parts} ranks of "
                     f"{name!r}: split it with the mesh of the step, context.split(step.mesh, batch, axis={axis!r})"
                 )
-    if ranks == 1 or not splits:
+    if ranks == 1:
         return
-    if all(split is not None and axis in split.samples for split in splits):
+    if splits and all(split is not None and axis in split.samples for split in splits):
         raise ValueError(
             f"axis={axis!r}: the batch was split into samples over it, and its ranks hold other sequences; split the "
             f"tokens of each sequence by fzero.parallel.context.split(mesh, batch, axis={axis!r}) in place of "

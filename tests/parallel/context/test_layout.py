@@ -242,6 +242,8 @@ def test_whole_sequences_on_each_rank_are_refused(use, simulate):
         mesh.spmd(lambda x: fzero.PerRank(WHOLE[use](x, 8)))(whole)
     parts_of_whole = mesh.spmd(lambda x: fzero.PerRank(WHOLE["positions"](x[:, context.positions(4)], 4)))(whole)
     assert parts_of_whole.value.shape == (4, 4)
+    with pytest.raises(ValueError, match=r"axis='cp': its 2 ranks hold the same 8 tokens"):  # a batch without a box
+        mesh.spmd(lambda x: fzero.PerRank(WHOLE[use](x, 8)))(torch.arange(8).view(1, 8))
     if use == "positions":  # a length that only floats have is the size of something else
         mesh.spmd(lambda x: fzero.PerRank(context.positions(8) + x.sum()))(mesh.split(torch.rand(2, 8), "dp"))
 
