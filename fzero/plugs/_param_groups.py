@@ -151,12 +151,27 @@ def _group_hyperparams(opt: torch.optim.Optimizer, source: str) -> tuple[_Group,
 def hold_stand_ins(opt: torch.optim.Optimizer, groups: ParamGroups, model: torch.nn.Module) -> None:
     """Let a torch optimizer hold a model's stand-ins, in place of the parameters of its groups, and no state.
 
-    Without gradients it steps over nothing. Schedulers change its learning rates.
+    Without gradients it steps over nothing. Schedulers change its learning rates. A file of its state has the rates and
+    no moments, so an optimizer of a loop that is not sharded refuses it, by its number of groups.
     """
     parameters = dict(model.named_parameters())
     for group, names in zip(opt.param_groups, groups.names, strict=True):
         group["params"] = [parameters[name] for name in names]
     opt.state.clear()
+    opt.register_state_dict_post_hook(_add_mark)
+    opt.register_load_state_dict_pre_hook(_remove_mark)
+
+
+_MARK = "fzero"  # of a group without parameters
+
+
+def _add_mark(opt: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    mark = {"params": [], _MARK: "the moments are in the shards of the checkpoint: load it with the sharded loop"}
+    return {**state_dict, "param_groups": [*state_dict["param_groups"], mark]}
+
+
+def _remove_mark(opt: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "param_groups": [group for group in state_dict["param_groups"] if _MARK not in group]}
 
 
 _Base = tuple[optim.Optimizer, bool]  # the direction of descent, and whether the weight decay is part of the gradient

@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import Trainer, TrainerCallback
 
-__all__ = ["check_settings", "disable_checkpointing"]
+__all__ = ["check_callback", "check_settings", "disable_checkpointing"]
 
 
 # What a sharded step does itself, or would not call.
@@ -65,11 +65,17 @@ def _check_overrides(trainer: Trainer) -> None:
                 "TrainingArguments(max_grad_norm=...), and use torch.autocast within compute_loss"
             )
     for callback in trainer.callback_handler.callbacks:
-        if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-            raise ValueError(
-                f"callback {type(callback).__name__} has on_pre_optimizer_step, for gradients before the update: the "
-                "sharded step computes both at once, and no parameter has a .grad; use on_step_end"
-            )
+        check_callback(callback)
+
+
+def check_callback(callback: TrainerCallback | type[TrainerCallback]) -> None:
+    """Check that a callback does not look at gradients before the update, or raise a ValueError that names it."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+        raise ValueError(
+            f"callback {kind.__name__} has on_pre_optimizer_step, for gradients before the update: the sharded step "
+            "computes both at once, and no parameter has a .grad; use on_step_end"
+        )
 
 
 def disable_checkpointing(trainer: Trainer) -> bool:

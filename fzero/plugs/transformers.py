@@ -11,16 +11,18 @@ from transformers import Trainer
 from fzero import optim, tree
 from fzero._arguments import check_choice
 from fzero._tracebacks import api_boundary
+from fzero.checkpoint import CheckpointError
 from fzero.plugs._engine import Backend, Engine, EngineOptions, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import param_groups
-from fzero.plugs._trainer_settings import check_settings, disable_checkpointing
+from fzero.plugs._trainer_settings import check_callback, check_settings, disable_checkpointing
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 
 __all__ = ["full_model", "shard_trainer"]
 
 _T = TypeVar("_T", bound=Trainer)
+_USED_UP = "_fzero_used_up"  # of a given trainer, whose model's memory went to the sharded one
 _FOLDER = "fzero"  # in a checkpoint of Trainer: the shards
 _COUNT, _ITEMS = "fzero.count", "fzero.items"  # in a micro-batch: of how many it was one, and the items in all of them
 
@@ -76,6 +78,8 @@ def shard_trainer(
         raise TypeError(f"trainer is a {type(trainer).__name__}: expected a transformers.Trainer that was made already")
     if isinstance(trainer, _ShardedTrainer):
         raise TypeError("trainer is sharded already")
+    if getattr(trainer, _USED_UP, False):
+        raise TypeError("trainer was given to shard_trainer before, and is used up: use the trainer that it returned")
     check_choice("backend", backend, ("default", "inductor", "auto", "fx", None))
     check_settings(trainer)
     if backend == "default":
@@ -96,6 +100,7 @@ def shard_trainer(
     sharded_trainer = object.__new__(sharded_class)
     vars(sharded_trainer).update(vars(trainer))
     _put_on_mesh(sharded_trainer, stage, mesh, backend)
+    _use_up(trainer)
     return sharded_trainer
 
 
@@ -163,6 +168,20 @@ def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Ba
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = shell
     for name, apply in zip(other_attributes, engine.models.other_applies, strict=True):
         setattr(trainer, name, apply.module)
+
+
+def _use_up(trainer: Trainer) -> None:
+    """Let the methods of the given trainer that need its model be errors, which say what took its place."""
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{name}: this trainer was given to shard_trainer, and is used up: call {name} of the trainer that "
+            "shard_trainer returned, trainer = shard_trainer(trainer, stage=3)"
+        )
+
+    setattr(trainer, _USED_UP, True)
+    for name in ("train", "evaluate", "predict", "save_model"):
+        setattr(trainer, name, functools.partial(refuse, name))
 
 
 def _prepare_batch(trainer: "_ShardedTrainer", inputs: Any) -> dict[str, Any]:
@@ -235,6 +254,11 @@ class _ShardedTrainer(Trainer):
             optimizer.step_was_skipped = bool(engine.metrics["skipped"] > skipped)
         return loss
 
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, unless it needs gradients before the update."""
+        check_callback(callback)
+        super().add_callback(callback)
+
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return self._fzero.engine.metrics["norm"]
 
@@ -251,13 +275,24 @@ class _ShardedTrainer(Trainer):
         self._fzero.engine.save(os.path.join(output_dir, _FOLDER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the shards of a checkpoint, or raise an error that says what it lacks."""
         folder = os.path.join(resume_from_checkpoint, _FOLDER)
+        if not os.path.isdir(resume_from_checkpoint):
+            raise ValueError(f"resume_from_checkpoint={resume_from_checkpoint!r} is not a folder")
         if not os.path.isdir(folder):
             raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} has no folder {_FOLDER!r}, so no sharded trainer "
-                "saved its state there: load its weights with from_pretrained, and start from them"
+                f"resume_from_checkpoint={resume_from_checkpoint!r} has no folder {_FOLDER!r} with the state of a "
+                "sharded trainer: a Trainer without fzero saved it, or one with save_only_model=True; load its weights "
+                "with from_pretrained, and start from them"
             )
-        self._fzero.engine.load(folder)
+        try:
+            self._fzero.engine.load(folder)
+        except CheckpointError as error:
+            error.add_note(
+                "fzero: a trainer resumes with the optim, bf16 and fp16 of the one that saved, with max_grad_norm=0 if "
+                "that had it, and with the same adapters"
+            )
+            raise
 
     def _load_best_model(self) -> None:
         folder = os.path.join(str(self.state.best_model_checkpoint), _FOLDER)

@@ -152,6 +152,13 @@ MUTANTS = [
     *File("plugs/_engine.py", TRAINER).faults(
         Fault("the given model keeps its memory", "_release_modules", skipped('module.to("meta")')),
     ),
+    *File("plugs/_param_groups.py", ("tests/plugs/test_used_up.py",)).faults(
+        Fault(
+            "a loop without shards resumes without moments",
+            "_add_mark",
+            becomes("[*state_dict['param_groups'], mark]", "[*state_dict['param_groups']]"),
+        ),
+    ),
     *File("plugs/_forward_hooks.py", HOOKS).faults(
         Fault(
             "a compiled step ignores a hook that was added", "check_hooks", becomes("hooks == compiled_hooks", "True")

@@ -491,5 +491,5 @@ def test_other_unsupported_settings_of_trainer_are_refused(tmp_path):
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3)
     trainer.train()
     sharded = plug.shard_trainer(make_trainer(tmp_path), stage=3)
-    with pytest.raises(ValueError, match="no sharded trainer saved"):
+    with pytest.raises(ValueError, match="no folder 'fzero' with the state of a sharded trainer"):
         sharded.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
