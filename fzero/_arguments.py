@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 __all__ = [
+    "check_bools",
     "check_callable",
     "check_choice",
     "check_int",
@@ -52,6 +53,22 @@ def check_int(name: str, value: Any, minimum: int = 1, meaning: str = "", maximu
         return value
     expected = f"an int, at least {minimum:,}" if maximum is None else f"an int from {minimum:,} to {maximum:,}"
     raise ValueError(f"{name}={value!r}: expected {f'{meaning}, ' if meaning else ''}{expected}")
+
+
+def check_bools(**values: Any) -> None:
+    """Check that arguments, given by name, are bools.
+
+    Raises:
+        TypeError: if one is not. The message names the argument.
+
+    Example:
+        >>> check_bools(nesterov="no")
+        Traceback (most recent call last):
+        TypeError: nesterov='no': expected True or False
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: expected True or False")
 
 
 def check_callable(name: str, value: Any, expected: str = "a function") -> None:
@@ -155,8 +172,10 @@ def check_remat(name: str, value: Any) -> None:
         Traceback (most recent call last):
         ValueError: remat='matmul': expected True, False, "matmuls", "host", or a function of an operation; did you ...
     """
-    if not (value is None or isinstance(value, bool) or callable(value) or value in ("matmuls", "host")):
-        usual = "None" if name == "save" else "True, False"
+    is_save = name == "save"  # of a block that runs again in any case
+    is_usual = value is None or (isinstance(value, bool) and not is_save)
+    if not (is_usual or callable(value) or value in ("matmuls", "host")):
+        usual = "None" if is_save else "True, False"
         hint = did_you_mean(value, ("matmuls", "host"))
         raise ValueError(f'{name}={value!r}: expected {usual}, "matmuls", "host", or a function of an operation{hint}')
 

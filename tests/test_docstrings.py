@@ -6,7 +6,7 @@ import importlib
 import re
 from typing import Any
 
-from tests.sources import nodes_of, python_files, text_of
+from tests.sources import ROOT, nodes_of, python_files, text_of
 
 
 def is_there(name: str) -> bool:
@@ -34,3 +34,26 @@ def test_a_function_of_twelve_lines_says_what_it_is_for():
         for f in nodes_of(path, ast.FunctionDef):
             lines = (f.body[-1].end_lineno or 0) - f.body[0].lineno + 1
             assert lines < 12 or ast.get_docstring(f), f"{path}:{f.lineno} {f.name}: say what it returns or does"
+
+
+def attributes_of(c: type, source: str) -> set[str]:
+    """Return the names that a class or its instances have: of its bodies, and those that its own methods set."""
+    names = {*re.findall(r"\bself\.(\w+)\b", source)}
+    for base in c.__mro__:
+        names |= {*vars(base), *getattr(base, "__annotations__", {})}
+    return names
+
+
+def test_a_name_under_attributes_is_an_attribute():
+    """A rename of a field leaves no stale name in the docstring, and a rename in the docstring no stale field."""
+    for path in python_files("fzero"):
+        for node in nodes_of(path, ast.ClassDef):
+            section = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", ast.get_docstring(node) or "", re.DOTALL)
+            listed = re.findall(r"^    (\w+(?:, \w+)*):", section[1], re.MULTILINE) if section else []
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+            c = getattr(module, node.name, None)
+            if listed and isinstance(c, type):
+                source = ast.get_source_segment(text_of(path), node) or ""
+                missing = {x for names in listed for x in names.split(", ")} - attributes_of(c, source)
+                assert not missing, f"{path}:{node.lineno} {node.name} has no attribute {missing}"

@@ -334,7 +334,7 @@ class Jitted:
         (first_key, first), *_ = self._entries.items()
         if not differ_in_sizes(first_key, key):
             return None
-        self._any_length.learn(self._lengths.start, first_key, first, self.options, arguments)
+        self._any_length.learn(self._lengths.first_length, first_key, first, self.options, arguments)
         entry = self._any_length.entry(self.options, length, arguments)
         if entry is None:
             options = self.options._replace(schedule_options=ScheduleOptions.of(first.best.settings))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from fzero._arguments import is_int
 from fzero.nn._linear_cross_entropy import LogitMap, LossOptions, head_cross_entropy
 from fzero.parallel.tensor import Layers
 
@@ -90,13 +91,14 @@ class _LazyLogits:
         return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> "_LazyLogits":
-        """Take another dtype; the device stays."""
-        place = args[0] if args else kwargs.get("dtype", kwargs.get("device"))
-        if isinstance(place, torch.dtype):
-            return replace(self, dtype=place)
-        if place is not None and torch.device(place) == self.device:
-            return self
-        raise self._unsupported_error(f"to({place})")
+        """Take another dtype, or that of a tensor; the device stays."""
+        values = [*args, *kwargs.values()]
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        dtypes = [x for x in values if isinstance(x, torch.dtype)] + [x.dtype for x in tensors]
+        devices = [torch.device(x) for x in values if isinstance(x, str | torch.device)] + [x.device for x in tensors]
+        if not (dtypes or devices) or any(x != self.device for x in devices):
+            raise self._unsupported_error(f"to({', '.join(map(str, values))})")
+        return replace(self, dtype=dtypes[0]) if dtypes else self
 
     # Operations that move tokens.
 
@@ -119,7 +121,9 @@ class _LazyLogits:
 
     def __getitem__(self, index: Any) -> "_LazyLogits":
         parts = list(index) if isinstance(index, tuple) else [index]
-        if not all(part is Ellipsis or isinstance(part, slice | int) for part in parts) or parts.count(Ellipsis) > 1:
+        if not all(part is Ellipsis or isinstance(part, slice) or is_int(part) for part in parts):
+            raise self._unsupported_error(f"[{index}]")
+        if parts.count(Ellipsis) > 1:
             raise self._unsupported_error(f"[{index}]")
         dots = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
         after = len(parts) - dots - 1 if dots < len(parts) else 0

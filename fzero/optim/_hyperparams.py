@@ -49,7 +49,7 @@ def _check_numbers(values: Mapping[str, object], expected: str, holds: Callable[
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             continue  # reading its value would break a trace
-        if not (isinstance(value, Real) and holds(value)):
+        if isinstance(value, bool) or not (isinstance(value, Real) and holds(value)):
             hint = "; for a schedule see optim.inject_hyperparams" if callable(value) else ""
             hint = f"; a string is not a number: float({value!r})" if isinstance(value, str) else hint
             hint = "; give b1 and b2 one by one, b1=0.9, b2=0.999" if isinstance(value, tuple | list) else hint

@@ -9,7 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from fzero import tree
-from fzero._arguments import check_choice, check_int, function_name, is_int
+from fzero._arguments import check_bools, check_choice, check_int, function_name, is_int
 from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, without_autocast_cache
 from fzero._torch.levels import differentiates_now, is_differentiated
@@ -141,7 +141,8 @@ def value_and_grad(
             Also if a psum over an axis outside the mean would count a gradient once for each rank; the message names
             the line.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
-            With `precision`, if a parameter does not have the dtype that the policy keeps it in.
+            If `has_aux`, `gather` or `autograd` is no bool. With `precision`, if a parameter does not have the dtype
+            that the policy keeps it in.
         RuntimeError: if `f` writes into its parameters in place.
 
     Example:
@@ -155,6 +156,7 @@ def value_and_grad(
         (tensor(9.), tensor(3.))
     """
     _check_function(f, argnums)
+    check_bools(has_aux=has_aux, gather=gather, autograd=autograd)
     options = _GradOptions(
         argnums=argnums,
         reduce=reduce,

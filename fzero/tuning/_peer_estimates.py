@@ -130,9 +130,9 @@ def _check_counts(**counts: Any) -> None:
     """
     for name, n in counts.items():
         if not isinstance(n, int | float | str | None):
-            raise TypeError(
-                f"{name} is a {type(n).__name__}: expected a number of parameters, fzero.tree.numel(params)"
-            )
+            is_params = name.endswith("params")
+            expected = "a number of parameters, fzero.tree.numel(params)" if is_params else "a number"
+            raise TypeError(f"{name} is a {type(n).__name__}: expected {expected}")
         check_int(name, n)
 
 

@@ -176,7 +176,7 @@ class ConfigurationTable(FigureReport):
         row = self.too_large[0]
         c = row.config
         remedies = [
-            (c.stage < 3, "stage 3"),
+            (not STAGES[c.stage].shards_params, "stage 3"),
             (c.remat is not True, "remat=True"),
             (c.micro_batch > 1, "a smaller micro-batch"),
             (c.precision == "float32", 'precision "bfloat16"'),

@@ -47,7 +47,7 @@ MUTANTS = [
         Fault("an int below the least passes", "check_int", dropped("A <= B", at="1 of 2")),
         Fault("a tree passes as a function", "check_callable", never("not callable(A)")),
         Fault("a value with a long text is printed", "show_value", always("len(A) <= B")),
-        Fault("a number passes as a value of remat", "check_remat", never("not (A or B or C or D)")),
+        Fault("a number passes as a value of remat", "check_remat", never("not (A or B or C)")),
         Fault("a single choice is told as one of two", "check_choice", becomes("A if rest else last", "A")),
         Fault("the int 1 passes as True", "check_choice", dropped("isinstance(A, B)")),
         Fault("a name in other letters is not near", "did_you_mean", bare("A.lower()", at="2 of 2")),

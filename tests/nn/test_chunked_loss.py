@@ -201,7 +201,16 @@ NEEDS_LOGITS: dict[str, Any] = {
     "view(-1, 2)": lambda x: x.view(-1, 2),
     "flatten(0, -1)": lambda x: x.flatten(),
     "to(meta)": lambda x: x.to("meta"),
+    "to(meta, torch.float16)": lambda x: x.to("meta", torch.float16),
+    "[True]": lambda x: x[True],
 }
+
+
+def test_chunked_logits_take_a_dtype_however_it_is_given():
+    x, half = lazy(2, 6)[0], torch.float16
+    for y in (x.to(half), x.to("cpu", half), x.to(dtype=half, device="cpu"), x.to(torch.ones(1, dtype=half))):
+        assert y.dtype == half
+    assert x.to("cpu").dtype == x.to(torch.device("cpu")).dtype == torch.float64
 
 
 @pytest.mark.parametrize("what", NEEDS_LOGITS)

@@ -164,6 +164,23 @@ def test_a_schedule_that_does_not_end_after_its_warmup_is_refused():
         optim.warmup_cosine(1.0, 5, 5)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.sgd(0.1, 0.9, 0.1), r"nesterov=0\.1: expected True or False"),  # torch's is the dampening
+        (lambda: optim.sgd(0.1, 0.9, nesterov="no"), "nesterov='no': expected True or False"),
+        (lambda: optim.sgd(0.1, momentum=True), "momentum=True: expected a number >= 0"),
+        (lambda: optim.adamw(True), "learning_rate=True: expected a number >= 0"),
+        (lambda: fzero.value_and_grad(torch.sum, has_aux="no"), "has_aux='no': expected True or False"),
+        (lambda: fzero.remat(torch.sum, save=True), "save=True: expected None"),
+        (lambda: fzero.remat(torch.sum, save=False), "save=False: expected None"),
+    ],
+)
+def test_a_bool_is_no_number_and_a_number_no_bool(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
 def test_nesterov_without_momentum_is_refused():
     with pytest.raises(ValueError, match="nesterov=True needs momentum"):
         optim.sgd(0.1, nesterov=True)

@@ -32,7 +32,7 @@ KNOWN = (  # parts of errors by which fzero or vmap refuses a model, by name and
     "uses its blocks in another way",
     "without setup_context",
     "which fzero.parallel.tensor does not know",
-    "differs by rank along 'tp'",  # a plan that forgets a layer, such as Apertus's norms of heads
+    "differs by rank along 'tp'",  # a plan that forgets a layer whose parameters are used on parts
 )
 
 

@@ -167,8 +167,8 @@ def test_models_of_few_blocks_keep_the_unevenness_of_pipeline_stages():
     assert of(32) == (4, 6, 8, 10) and of(33) == (3, 5, 7, 9) and of(14) == of(72, pp=8) == ()
     assert of(72, pp=4) == (16, 24, 32) and of(70, pp=4) == (14, 22, 30)
     assert of(72, pp=2, schedule="interleaved") == (16, 24, 32)
-    assert choose_depths(Configuration(1, 1, 1, depth=32), alike=True) == (4, 5, 6, 7, 8)
-    assert choose_depths(Configuration(1, 1, 1, depth=33, pp=2), alike=True) == (5, 7, 9, 11)
+    assert choose_depths(Configuration(1, 1, 1, depth=32), is_uniform=True) == (4, 5, 6, 7, 8)
+    assert choose_depths(Configuration(1, 1, 1, depth=33, pp=2), is_uniform=True) == (5, 7, 9, 11)
 
 
 def check_few_blocks(step: Any, config: Configuration) -> None:

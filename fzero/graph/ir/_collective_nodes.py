@@ -86,11 +86,6 @@ def is_collective(node: Node) -> bool:
     return node.target in GATHERS or node.target in REDUCE_COLLECTIVES or node.target in _EXCHANGES
 
 
-def _is_exchange(node: Node) -> bool:
-    """Return whether a node exchanges activations or other values between ranks. The scheduler orders it like work."""
-    return node.target in _EXCHANGES and not sends_codes(node)
-
-
 def wait_source(wait: Node) -> Node:
     """Return the collective, or its item, that a wait waits for. If carried, it started in the iteration before."""
     source = wait.all_input_nodes[0]

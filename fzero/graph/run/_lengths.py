@@ -42,7 +42,7 @@ class Lengths:
     Attributes:
         first: the shapes of the first call's arguments.
         dims: the sizes, `(tensor, dimension)`, that change with the length; None until a second length.
-        start: the first length.
+        first_length: the length of the first call; 0 until a second length.
         first_codes: the segments of the first call, until its length is known.
         planned_graphs: the graphs of planned calls that have not run, with the shapes of their arguments.
         samples: by structure, the integers of segments, each at a length.
@@ -53,7 +53,7 @@ class Lengths:
 
     first: Shapes | None = None
     dims: frozenset[tuple[int, int]] | None = None
-    start_workers: int = 0
+    first_length: int = 0
     first_codes: list[Code] = field(default_factory=list)
     planned_graphs: list[tuple[Shapes, Graph]] = field(default_factory=list)
     samples: dict[Hashable, list[Sample]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Lengths:
         if self.first is None:
             self.first = shapes
         if shapes == self.first and self.dims is not None:
-            return self.start
+            return self.first_length
         if [len(s) for s in shapes] != [len(s) for s in self.first]:
             return None
         size_pairs = [
@@ -79,7 +79,7 @@ class Lengths:
             return None
         ((before, now),) = pairs
         if self.dims is None:
-            self.dims, self.start = dims, before
+            self.dims, self.first_length = dims, before
             self._record_segments(self.first_codes, before)
             self.first_codes.clear()
         return now

@@ -67,7 +67,7 @@ def test_a_call_whose_shapes_differ_in_one_size_has_a_length():
     cache = Lengths()
     assert cache.call_length(shapes((4, 64), (4, 64), (7,))) is None  # whatever it is
     assert cache.call_length(shapes((4, 64), (4, 64), (7,))) is None
-    assert cache.call_length(shapes((4, 72), (4, 72), (7,))) == 72 and cache.start == 64
+    assert cache.call_length(shapes((4, 72), (4, 72), (7,))) == 72 and cache.first_length == 64
     assert cache.call_length(shapes((4, 72), (4, 64), (7,))) is None
     assert cache.call_length(shapes((8, 64), (8, 64), (7,))) is None  # another size changes
     assert cache.call_length(shapes((4, 80), (4, 96), (7,))) is None

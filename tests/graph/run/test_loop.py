@@ -17,4 +17,4 @@ def test_the_first_share_of_a_sum_keeps_the_sign_of_a_zero(dtype):
 
 def test_the_zeros_that_a_loop_starts_with_take_no_memory():
     arriving = _loop_function._pending_zeros(torch.Size([1 << 40]), torch.float32, torch.device("cpu"))
-    assert not arriving.works
+    assert not arriving.requests

@@ -275,7 +275,7 @@ def test_remat_every_2_recomputes_every_second_block():
     }
     assert rows["every-2"].flops == pytest.approx((rows[False].flops + rows[True].flops) / 2)
     assert rows[True].peak_bytes < rows["every-2"].peak_bytes < rows[False].peak_bytes
-    depths = choose_depths(Configuration(2, 2, 2, "every-2", ranks=2, depth=18), alike=True)
+    depths = choose_depths(Configuration(2, 2, 2, "every-2", ranks=2, depth=18), is_uniform=True)
     assert len(depths) >= 3 and all(depth % 2 == 0 for depth in depths)
     with pytest.raises(ValueError, match=r"remat='every-2' with pp=2: a pipeline treats all blocks alike: choose pp=1"):
         make_step(Configuration(2, 2, 2, "every-2", pp=2, depth=12))
