@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import Trainer, TrainerCallback
 
-__all__ = ["check_callback", "check_settings", "disable_checkpointing"]
+__all__ = ["check_callback", "check_settings", "disable_caches", "disable_checkpointing"]
 
 
 # What a sharded step does itself, or would not call.
@@ -23,6 +23,7 @@ _REFUSED = {  # arguments that a sharded run cannot follow, each with the reason
     "fp16_full_eval": _FULL_EVAL,
     "parallelism_config": "all processes are data-parallel ranks here",
     "activation_offloading": "steps keep only the inputs of blocks already; leave it out",
+    "num_generations": "the trainer generates within training_step, where the model has no weights",
     "sync_ref_model": "between steps each rank has only shards of the two models, and a callback cannot mix them",
 }
 
@@ -91,3 +92,16 @@ def disable_checkpointing(trainer: Trainer) -> bool:
             if hasattr(type(module), method):
                 getattr(module, method)()
     return is_enabled
+
+
+def disable_caches(trainer: Trainer) -> None:
+    """Disable the caches of a model's parts with configurations of their own, as Trainer does for the model's own.
+
+    Such a part is T5's decoder. A block that runs again would write twice into its cache.
+    """
+    if getattr(trainer.args, "use_cache", False):
+        return
+    modules = trainer.model.modules() if trainer.model is not None else ()
+    for config in [vars(m)["config"] for m in modules if "config" in vars(m)]:
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 
 from fzero import optim, tree
 from fzero._arguments import check_choice
@@ -15,7 +15,7 @@ from fzero.checkpoint import CheckpointError
 from fzero.plugs._engine import Backend, Engine, EngineOptions, make_engine
 from fzero.plugs._half_precision import cast, half_precision
 from fzero.plugs._param_groups import param_groups
-from fzero.plugs._trainer_settings import check_callback, check_settings, disable_checkpointing
+from fzero.plugs._trainer_settings import check_callback, check_settings, disable_caches, disable_checkpointing
 from fzero.ranks import Mesh
 from fzero.ranks import mesh as make_mesh
 
@@ -137,6 +137,7 @@ def _put_on_mesh(trainer: "_ShardedTrainer", stage: int, mesh: Mesh, backend: Ba
     """Put the model, other models among the trainer's attributes, and the optimizer on the mesh."""
     model: Any = trainer.model
     remat = disable_checkpointing(trainer)
+    disable_caches(trainer)
     optim_name: Any = trainer.args.optim
     source = f"TrainingArguments(optim={str(optim_name.value)!r})" if trainer.optimizer is None else "optimizers="
     opt: Any = trainer.create_optimizer()
@@ -208,6 +209,9 @@ class _Prediction:
     def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's prediction step on a model that has its tensors."""
         predict: Any = super().prediction_step  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(self, Seq2SeqTrainer) and self._fzero.engine.mesh.distributed:
+            # blocks gather at each pass, so a rank whose texts are complete goes on with the others
+            self._gen_kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {})}
         return self._fzero.engine.call(
             lambda model, batch: predict(model, batch, *args, **kwargs), _prepare_batch(self, inputs)
         )

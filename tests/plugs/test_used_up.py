@@ -63,3 +63,10 @@ def test_a_callback_for_gradients_that_is_added_later_is_refused(tmp_path, callb
     trainer = plug.shard_trainer(make_trainer(tmp_path), stage=3, backend=None)
     with pytest.raises(ValueError, match="callback LooksAtGradients has on_pre_optimizer_step"):
         trainer.add_callback(callback)
+
+
+def test_a_trainer_that_generates_in_its_steps_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    vars(trainer.args)["num_generations"] = 2  # as GRPO's arguments have it
+    with pytest.raises(ValueError, match=r"num_generations=2\) is refused: the trainer generates within training_step"):
+        plug.shard_trainer(trainer, stage=3)
