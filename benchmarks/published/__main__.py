@@ -26,7 +26,7 @@ from fzero import Precision, jit
 from fzero.tuning import Configuration, TableRow
 from fzero.tuning._table_views import format_remat
 from fzero.tuning.models import ModelStep
-from fzero.tuning.search import ConfigurationPlanner, PlanCache, open_pool
+from fzero.tuning.search import ConfigurationPlanner, RowCache, open_pool
 
 FILE = pathlib.Path(__file__).parents[1] / "published.py"  # whose suffix becomes .md
 
@@ -71,7 +71,7 @@ def plan_run(run: Run, way: str) -> TableRow:
     """Plan a run."""
     make_step = PublishedStep(run.shape, run.length, False, run.bfloat16_sums, "recompute" in way)
     machine = CARDS[run.card]
-    planner = ConfigurationPlanner(make_step, machine, PlanCache(make_step.cache_key, machine))
+    planner = ConfigurationPlanner(make_step, machine, RowCache(make_step.cache_key, machine))
     return planner(replace(run.config, chunked_loss="chunked" in way))
 
 

@@ -299,10 +299,10 @@ class RankZeroDetector:
             silent = now - self.echoed
             limit = self.limit_seconds / _BROKEN_LIMIT_DIVISOR if broken else self.limit_seconds
             if self.activity.process in GONE and broken:
-                self.verdict = self._on_rank_0(_how_gone(self.activity))
+                self.verdict = self._blame_rank_0(_how_gone(self.activity))
             elif self.activity.process not in GONE and silent > limit:
-                self.verdict = self._on_rank_0(f"no heartbeat came through for {silent:.0f} s")
+                self.verdict = self._blame_rank_0(f"no heartbeat came through for {silent:.0f} s")
         return self.verdict
 
-    def _on_rank_0(self, reason: str) -> LostRank:
+    def _blame_rank_0(self, reason: str) -> LostRank:
         return LostRank(rank=0, host=self.activity.host, reason=reason, seen=str(self.activity), places=self.places)

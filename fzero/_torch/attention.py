@@ -126,7 +126,7 @@ def _group_queries(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return q.unflatten(1, (k.shape[1], -1))
 
 
-def _to_wide_dtypes(*xs: torch.Tensor) -> list[torch.Tensor]:
+def _widen(*xs: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
 
 
@@ -139,7 +139,7 @@ def _attend_by_definition(
     scale: float,
     softcap: float | None,
 ) -> _Partial:
-    wide_q, wide_k, wide_v = _to_wide_dtypes(q, k, v)
+    wide_q, wide_k, wide_v = _widen(q, k, v)
     scores = _scores(q=wide_q, k=wide_k, keep=keep, causal=causal, scale=scale, softcap=softcap)
     log_sum = scores.logsumexp(-1)
     weights = (scores - torch.where(log_sum == -math.inf, 0.0, log_sum).unsqueeze(-1)).exp()
@@ -161,7 +161,7 @@ def _grad_by_definition(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FlashAttention's algorithm 4 (arXiv:2205.14135), for a part of the keys."""
     dtypes = q.dtype, k.dtype, v.dtype
-    grad, q, k, v, out = _to_wide_dtypes(grad, q, k, v, out)
+    grad, q, k, v, out = _widen(grad, q, k, v, out)
     scores = _scores(q, k, keep, causal, scale, softcap)
     weights = (scores - _group_queries(log_sum, k).unsqueeze(-1)).exp()
     grad, out = _group_queries(grad, k), _group_queries(out, k)

@@ -46,8 +46,8 @@ from fzero.collectives._table import (
     apply,
     apply_along,
     apply_stacked,
-    in_front,
     mapped_binding,
+    move_to_front,
     transposed_name,
 )
 from fzero.collectives.gloo import PendingMessages
@@ -101,7 +101,7 @@ INTERNAL = [
     "group_all_to_all",
     "group_psum",
     "group_psum_scatter",
-    "in_front",
+    "move_to_front",
     "mapped_binding",
     "mark_invariant",
     "own_part",

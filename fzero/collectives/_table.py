@@ -45,8 +45,8 @@ __all__ = [
     "apply_along",
     "apply_stacked",
     "collective_row",
-    "in_front",
     "mapped_binding",
+    "move_to_front",
     "transposed_name",
 ]
 
@@ -274,12 +274,14 @@ class _ApplyLinearMap(torch.autograd.Function):
         """Run a collective under a vmap: over the axis's own vmap for all ranks at once, else for each sample."""
         row, dims, n = _ROWS[name], in_dims[4:], info.batch_size
         if in_dims[0] is None:  # a user's vmap, or another axis's: keep its dimension in front
-            ys = _ApplyLinearMap.apply(token, name, mapped_binding(binding, n), options, *_all_in_front(xs, dims, n))
+            ys = _ApplyLinearMap.apply(
+                token, name, mapped_binding(binding, n), options, *_move_all_to_front(xs, dims, n)
+            )
             return ys, (0,) * len(ys)
         if row.input is not VARYING and any(d is not None for d in dims):
             raise DiffersByRankError(_differs_message(name, binding.axis))
         if row.operation.uniform is None or any(d is not None for d in dims):
-            ys = apply_stacked(name, binding, options, n, *_all_in_front(xs, dims, n))
+            ys = apply_stacked(name, binding, options, n, *_move_all_to_front(xs, dims, n))
         else:
             ys = tuple(row.operation.uniform(n, options, xs))
             received_numel = _numel(ys) if row.is_replicated else _numel(ys) // n
@@ -375,11 +377,11 @@ def _numel(xs: Tensors) -> int:
     return sum(x.numel() for x in xs)
 
 
-def _all_in_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Tensor]:
-    return [in_front(x, d, n) for x, d in zip(xs, dims, strict=True)]
+def _move_all_to_front(xs: Tensors, dims: Sequence[int | None], n: int) -> list[torch.Tensor]:
+    return [move_to_front(x, d, n) for x, d in zip(xs, dims, strict=True)]
 
 
-def in_front(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
+def move_to_front(x: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
     """Move the dimension of a vmap of n values to the front; a value without one is the same for all."""
     return x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
 

@@ -319,14 +319,14 @@ class Jitted:
                     raise ValueError(
                         f"donate={self.options.donate}: the step was called with {len(args)} positional arguments"
                     )
-            entry = self._at_length(key, arguments, args) if self.options.dynamic else None
+            entry = self._find_entry_at_length(key, arguments, args) if self.options.dynamic else None
             self._entries[key] = entry = self._trace_entry(self.options, arguments, args) if entry is None else entry
             if entry.is_traced:
                 self._lengths.planned_graphs.append((argument_shapes(arguments.tensors), entry.best.graph))
         entry.check_splits(arguments, args)
         return entry
 
-    def _at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
+    def _find_entry_at_length(self, key: Key, arguments: Arguments, args: tuple[Any, ...]) -> Entry | None:
         """Return the entry of a call at another length, untraced or with the schedule settings of the first length."""
         length = self._lengths.call_length(argument_shapes(arguments.tensors))
         if length is None or not self._entries or self.options.schedule_options.memory_budget is not None:

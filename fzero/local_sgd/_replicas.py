@@ -115,7 +115,7 @@ class ReplicaGroups:
     def box(self, values: Any) -> list[PerRank]:
         """Return the distinct tensors of a tree as results of a program of all ranks, which differ along `over`."""
         return [
-            PerRank(x, self._with_over(a))
+            PerRank(x, self._add_over_axis(a))
             for x, a in zip(_distinct_tensors(values), self._differing_axes(values), strict=True)
         ]
 
@@ -155,7 +155,7 @@ class ReplicaGroups:
 
     def _join_replicas(self, xs: Sequence[torch.Tensor], names: Sequence[str]) -> PerRank:
         """Return the replicas' tensors, which differ along `names` within a replica, as one value."""
-        axes = self._with_over(names)
+        axes = self._add_over_axis(names)
         if not self.mesh.simulated:
             return PerRank(xs[0], axes)
         sizes = [size for name, size in self.mesh.shape if name in names]
@@ -168,7 +168,7 @@ class ReplicaGroups:
         axes = leaf_axes(values, self.inner_axes)
         return [axes[i] for i in tree.index_tensors(tree.flatten(values)[0])[0]]
 
-    def _with_over(self, names: Sequence[str]) -> tuple[str, ...]:
+    def _add_over_axis(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple([name for name in self.mesh.axis_names if name in names or name == self.over])
 
 

@@ -47,30 +47,40 @@ class SyncSchedule:
         """Return the schedule of which a checkpoint holds the numbers."""
         return cls(*numbers)
 
-    def parts_to_send(self, count: int) -> tuple[int, ...]:
-        """List the parts that are sent after step number `count`; the first step has number 1."""
+    def parts_to_send(self, step_number: int) -> tuple[int, ...]:
+        """List the parts that are sent after step number `step_number`; the first step has number 1."""
         return tuple(
-            [part for part in range(self.parts) if count > 0 and (count - self._part_offset(part)) % self.every == 0]
+            [
+                part
+                for part in range(self.parts)
+                if step_number > 0 and (step_number - self._part_offset(part)) % self.every == 0
+            ]
         )
 
-    def parts_to_apply(self, count: int) -> tuple[int, ...]:
-        """List the parts whose mean is used after step number `count`."""
-        return self.parts_to_send(count - self.delay) if count > self.delay else ()
+    def parts_to_apply(self, step_number: int) -> tuple[int, ...]:
+        """List the parts whose mean is used after step number `step_number`."""
+        return self.parts_to_send(step_number - self.delay) if step_number > self.delay else ()
 
-    def parts_in_flight(self, count: int) -> tuple[int, ...]:
-        """List the parts that were sent by step number `count`, and whose mean is used after it.
+    def parts_in_flight(self, step_number: int) -> tuple[int, ...]:
+        """List the parts that were sent by step number `step_number`, and whose mean is used after it.
 
         Example:
             >>> SyncSchedule(every=10, parts=2, delay=3).parts_in_flight(12)
             (1,)
         """
         return tuple(
-            sorted({part for step in range(count - self.delay + 1, count + 1) for part in self.parts_to_send(step)})
+            sorted(
+                {
+                    part
+                    for step in range(step_number - self.delay + 1, step_number + 1)
+                    for part in self.parts_to_send(step)
+                }
+            )
         )
 
-    def is_boundary(self, count: int) -> bool:
-        """Return whether all replicas hold the same parameters after step number `count`."""
-        return count == 0 or (self.parts == 1 and self.delay == 0 and count % self.every == 0)
+    def is_boundary(self, step_number: int) -> bool:
+        """Return whether all replicas hold the same parameters after step number `step_number`."""
+        return step_number == 0 or (self.parts == 1 and self.delay == 0 and step_number % self.every == 0)
 
     def _part_offset(self, part: int) -> int:
         return (part + 1) * self.every // self.parts

@@ -127,10 +127,10 @@ class _LazyLogits:
             raise self._unsupported_error(f"[{index}]")
         dots = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
         after = len(parts) - dots - 1 if dots < len(parts) else 0
-        of_tokens = [*parts[:dots], *[slice(None)] * (self.ndim - dots - after), *parts[len(parts) - after :]]
-        if len(of_tokens) != self.ndim or of_tokens[-1] != slice(None):
+        token_index = [*parts[:dots], *[slice(None)] * (self.ndim - dots - after), *parts[len(parts) - after :]]
+        if len(token_index) != self.ndim or token_index[-1] != slice(None):
             raise self._unsupported_error(f"[{index}]")
-        return replace(self, hidden=self.hidden[tuple(of_tokens)])
+        return replace(self, hidden=self.hidden[tuple(token_index)])
 
     # Operations that change logits one by one.
 

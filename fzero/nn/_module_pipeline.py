@@ -13,7 +13,7 @@ from fzero.axes import SplitRules
 from fzero.nn._context import with_context
 from fzero.nn.split import split_module
 from fzero.parallel.pipeline import Pipeline
-from fzero.parallel.pipeline import pipeline as pipeline_of
+from fzero.parallel.pipeline import pipeline as functional_pipeline
 from fzero.parallel.schedules import PipelineSchedule
 from fzero.parallel.tensor import Layers
 
@@ -36,16 +36,17 @@ class ModulePipeline(NamedTuple):
     @property
     def name(self) -> Callable[[str], str]:
         """Return a function from paths in `params` to names in the module, for `name=` of `fzero.checkpoint.hf`."""
-        names = {path: name for name, path in self.join(tree.map_with_path(lambda path, _: path, self.params)).items()}
+        path_of_name = self.join(tree.map_with_path(lambda path, _: path, self.params))
+        name_of_path = {path: stored_name for stored_name, path in path_of_name.items()}
 
-        def name(path: str) -> str:
-            if path not in names:
+        def find_name(path: str) -> str:
+            if path not in name_of_path:
                 raise ValueError(
                     f"leaf {path!r} is not a parameter of the module: pass a tree with the structure of `params`"
                 )
-            return names[path]
+            return name_of_path[path]
 
-        return name
+        return find_name
 
 
 @api_boundary
@@ -131,20 +132,20 @@ def pipeline(
         check_callable("fzero.nn.pipeline: inputs", inputs, "a function of the batch")
     module = module if context is None else with_context(module, context)
     split_model, params = split_module(module, blocks, tp, ignore_writes)
-    inputs_of = inputs or (lambda batch: batch)
+    module_arguments = inputs or (lambda batch: batch)
 
     def first(params: Any, batch: Any) -> Any:
         if tp is not None:
             tp.check_shared(batch)
-        return split_model.first(params["rest"], inputs_of(batch))
+        return split_model.first(params["rest"], module_arguments(batch))
 
     def block(p: Any, x: Any, index: Any, batch: Any) -> Any:
-        return split_model.block(p, x, split_model.block_arguments(inputs_of(batch), x.dtype), index)
+        return split_model.block(p, x, split_model.block_arguments(module_arguments(batch), x.dtype), index)
 
     def last(params: Any, x: Any, batch: Any) -> Any:
-        return loss(split_model.last(params["rest"], x, inputs_of(batch)), batch)
+        return loss(split_model.last(params["rest"], x, module_arguments(batch)), batch)
 
-    pipelined_loss = pipeline_of(
+    pipelined_loss = functional_pipeline(
         block=block,
         first=first,
         last=last,

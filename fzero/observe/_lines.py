@@ -16,7 +16,7 @@ from fzero._torch.recorder import Stacks
 from fzero._torch.watched import WatchedOperation, record_node_lines, watch_operations
 from fzero.graph import TimedOperation, record_operations
 
-__all__ = ["LineCost", "Span", "StackCost", "by_line", "by_stack", "record_spans"]
+__all__ = ["LineCost", "Span", "StackCost", "record_spans", "sum_by_line", "sum_by_stack"]
 
 
 class Span(NamedTuple):
@@ -157,7 +157,7 @@ def _place_spans(operations: Sequence[TimedOperation]) -> list[Span]:
     return results
 
 
-def by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
+def sum_by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
     """Add up operations by source line, the most expensive first."""
     sums: dict[str, list[Span]] = {}
     for span in spans:
@@ -176,7 +176,7 @@ def by_line(spans: Iterable[Span]) -> tuple[LineCost, ...]:
     return tuple(sorted(costs, key=lambda c: -c.seconds))
 
 
-def by_stack(spans: Iterable[Span]) -> tuple[StackCost, ...]:
+def sum_by_stack(spans: Iterable[Span]) -> tuple[StackCost, ...]:
     """Add up operations by function and module. Each comes before those that it calls, in the order of the step."""
     sums: dict[tuple[str, ...], list[Span]] = {}
     for span in spans:

@@ -82,7 +82,7 @@ class MetricsLog:
         """
         if not self._is_leader:
             return
-        metrics = _by_path(values)
+        metrics = _metrics_by_path(values)
         if self._pending and self._pending[-1][0] == step:  # further metrics of the same step, as after an evaluation
             self._pending[-1][1].update(metrics)
             return
@@ -95,7 +95,7 @@ class MetricsLog:
         """Wait for the pending metrics, and write them."""
         if not self._pending:
             return
-        rows, self._pending = _on_host(self._pending), []
+        rows, self._pending = _copy_to_host(self._pending), []
         now = time.perf_counter()
         if not math.isnan(self._last_flush):
             rows[-1][1].setdefault("steps/s", len(rows) / max(now - self._last_flush, 1e-9))
@@ -129,7 +129,7 @@ class MetricsLog:
                 getattr(writer, "close", lambda: None)()
 
 
-def _by_path(values: Any) -> dict[str, Any]:
+def _metrics_by_path(values: Any) -> dict[str, Any]:
     """Return the metrics of a tree by their paths.
 
     Raises:
@@ -148,7 +148,7 @@ def _by_path(values: Any) -> dict[str, Any]:
     return {p: x.detach() if isinstance(x, torch.Tensor) else x for p, x in zip(paths, leaves, strict=True)}
 
 
-def _on_host(pending: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, float]]]:
+def _copy_to_host(pending: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, float]]]:
     """Copy all tensors to the host, in one copy for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for _, row in pending:

@@ -11,7 +11,7 @@ from fzero._torch.watched import record_node_lines, watch_operations
 from fzero._tracebacks import api_boundary
 from fzero.collectives import record
 from fzero.graph import Jitted, TrainStep, as_step
-from fzero.observe._nonfinite_leaves import nonfinite_parts
+from fzero.observe._nonfinite_leaves import nonfinite_leaves
 from fzero.observe._nonfinite_tracker import NonFiniteTracker
 from fzero.observe._value_graph import ValueCause, ValueGraph, explain, pack, unpack
 from fzero.ranks import Mesh, gather_texts
@@ -196,11 +196,11 @@ def _record_value_graph(step: TrainStep, args: Any, kwargs: Any) -> ValueGraph:
             collective_count=lambda: len(log.events),
         )
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        for part in nonfinite_parts(arguments, mesh):
+        for part in nonfinite_leaves(arguments, mesh):
             tracker.record_argument(part.value, tree.leaf_name("argument", part.path), part.ranks)
         with record_node_lines(), watch_operations(tracker.before, tracker.record_operation):
             out = step(*args, **kwargs)
-        for part in nonfinite_parts(out, mesh):
+        for part in nonfinite_leaves(out, mesh):
             tracker.record_result(part.value, tree.leaf_name("result", part.path))
     return tracker.graph
 

@@ -11,7 +11,7 @@ from fzero.observe._nonfinite_tracker import nonfinite_kind
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, is_box, leaf_axes, path_on_rank, subtree_prefix, traced_spec
 
-__all__ = ["nonfinite_parts"]
+__all__ = ["nonfinite_leaves"]
 
 
 class _NonFiniteLeaf(NamedTuple):
@@ -22,7 +22,7 @@ class _NonFiniteLeaf(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
+def nonfinite_leaves(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite leaves of a step's arguments or results."""
     local_ranks = (0,)
     if mesh is not None:
@@ -34,11 +34,11 @@ def nonfinite_parts(values: Any, mesh: Mesh | None) -> Iterator[_NonFiniteLeaf]:
         elif mesh is None:  # boxes of ranks that the user's program runs itself
             leaves = [_NonFiniteLeaf(path, y, ()) for y in tree.tensors(x)]
         else:
-            leaves = _nonfinite_parts(path, x, mesh)
+            leaves = _nonfinite_leaves_of_box(path, x, mesh)
         yield from [part for part in leaves if nonfinite_kind(part.value)]
 
 
-def _nonfinite_parts(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf]:
+def _nonfinite_leaves_of_box(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf]:
     """Yield the non-finite parts of a box, by leaf and rank. In a simulation they are stacked."""
     paths, leaves, _ = tree.flatten_with_paths(box)
     for inner, x, axes in zip(paths, leaves, leaf_axes(box, mesh.axis_names), strict=True):
@@ -54,11 +54,11 @@ def _nonfinite_parts(path: str, box: Any, mesh: Mesh) -> Iterator[_NonFiniteLeaf
             group_ranks = tuple([rank for _, rank in pairs])
             part = x if mesh.distributed or not axes else x[row]
             if isinstance(box, Shard):
-                part, leaf_path = _in_unit(path, box, part, mesh, group_ranks[0])
+                part, leaf_path = _locate_in_unit(path, box, part, mesh, group_ranks[0])
             yield _NonFiniteLeaf(leaf_path, part, group_ranks)
 
 
-def _in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
+def _locate_in_unit(path: str, box: Shard, x: torch.Tensor, mesh: Mesh, rank: int) -> tuple[torch.Tensor, str]:
     """Return a shard without its padding, and the path of the leaf with its first non-finite element."""
     unit, paths = traced_spec(box.spec_id), box.spec.paths
     start = (mesh.index(unit.axes, rank) if unit.axes else 0) * unit.shard_numel

@@ -17,7 +17,7 @@ from fzero._torch import is_profiling, wait_for_device
 from fzero._tracebacks import api_boundary
 from fzero.graph import only_copies, short_path
 from fzero.observe._flame_chart import draw
-from fzero.observe._lines import LineCost, Span, StackCost, by_line, by_stack, record_spans
+from fzero.observe._lines import LineCost, Span, StackCost, record_spans, sum_by_line, sum_by_stack
 
 __all__ = ["Cost", "Profile", "profile"]
 
@@ -73,12 +73,12 @@ class Profile(FigureReport):
     @property
     def lines(self) -> tuple[LineCost, ...]:
         """The cost of each source line by `spans`, the most expensive first."""
-        return by_line(self.spans)
+        return sum_by_line(self.spans)
 
     @property
     def stacks(self) -> tuple[StackCost, ...]:
         """The cost of each function and module by `spans`, each followed by those that it calls."""
-        return by_stack(self.spans)
+        return sum_by_stack(self.spans)
 
     def __repr__(self) -> str:
         return f"Profile({self.name}: {self.seconds * 1e3:.2f} ms a step)"
@@ -90,9 +90,9 @@ class Profile(FigureReport):
         lines += [self._format_row(c, device) for c in self.kinds]
         lines += ["", "the most expensive operations"]
         lines += [self._format_row(c, device) for c in self.operations[:8]]
-        return "\n".join([*lines, "", *self._by_stack(), *self._by_line()])
+        return "\n".join([*lines, "", *self._format_stacks(), *self._format_lines()])
 
-    def _by_stack(self) -> list[str]:
+    def _format_stacks(self) -> list[str]:
         """Format the functions and modules of one step as a tree, without those below 2% of it."""
         total = sum([s.seconds for s in self.spans]) or 1.0
         costs = [c for c in self.stacks if c.seconds >= _LEAST_ROW * total]
@@ -109,7 +109,7 @@ class Profile(FigureReport):
         rest_count = len(costs) - _MAX_ROWS
         return [*rows, *([f"      and {rest_count} more in Profile.stacks"] if rest_count > 0 else []), ""]
 
-    def _by_line(self) -> list[str]:
+    def _format_lines(self) -> list[str]:
         """Format the most expensive source lines of one step."""
         total = sum([s.seconds for s in self.spans]) or 1.0
         rows = ["the most expensive lines", _table_line("", "ms", "share", "calls", "backward")]
@@ -132,7 +132,7 @@ class Profile(FigureReport):
     def _format_row(self, cost: Cost, device: bool) -> str:
         share = f"{cost.seconds / self.profiled_seconds:.1%}"
         on_device = f"{cost.device_seconds * 1e3:.2f}" if device else ""
-        return _table_line(_in_words(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
+        return _table_line(_user_name(cost.name), f"{cost.seconds * 1e3:.2f}", share, f"{cost.calls:,.0f}", on_device)
 
 
 @api_boundary
@@ -181,7 +181,7 @@ def profile(
     profiler = _run_with_profiler(lambda: _time_step(step, args, kwargs), steps)
     if trace is not None:
         profiler.export_chrome_trace(str(_rank_path(Path(trace))))
-    events, operations = _by_operation(profiler.events() or [], steps)
+    events, operations = _sum_by_operation(profiler.events() or [], steps)
     f = getattr(step, "train_step", step)  # a sharded step is named after its function
     name = str(step) if hasattr(step, "step") else getattr(f, "__name__", type(step).__name__)
     _run_one_by_one(step, args, kwargs)  # warm up: a first run takes longer
@@ -189,7 +189,7 @@ def profile(
         name,
         seconds=seconds,
         profiled_seconds=events,
-        kinds=_by_kind(operations, events),
+        kinds=_sum_by_kind(operations, events),
         operations=operations,
         spans=_run_one_by_one(step, args, kwargs),
     )
@@ -264,7 +264,7 @@ def _rank_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.rank{dist.get_rank()}{path.suffix or '.json'}")
 
 
-def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
+def _sum_by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost, ...]]:
     """Add up the operations within the marks, on the thread of the marks. Return the seconds of a step with them."""
     events = list(events)
     marks = [e for e in events if e.name == _STEP_MARK]
@@ -289,7 +289,7 @@ def _by_operation(events: Iterable[Any], steps: int) -> tuple[float, tuple[Cost,
     )
 
 
-def _by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
+def _sum_by_kind(operations: Iterable[Cost], seconds: float) -> tuple[Cost, ...]:
     kinds = []
     for kind in _KINDS[:-1]:
         costs = [c for c in operations if c.kind == kind]
@@ -319,7 +319,7 @@ _WORDS = {
 _SPACES = ("aten::", "_c10d_functional::", "c10d::", "fzero::")
 
 
-def _in_words(name: str) -> str:
+def _user_name(name: str) -> str:
     """Return the name of an operation for users: without its namespace, and "compiled code" for compiled regions."""
     if name.startswith(("Torch-Compiled Region", "## Call CompiledFxGraph")):
         return "compiled code"

@@ -110,15 +110,15 @@ def explain(graphs: Sequence[ValueGraph]) -> _Explanation:
     """Find the cause of the non-finite results of all processes."""
     results = [(p, r) for p, graph in enumerate(graphs) for r in graph.results]
     nans = _walk_back(graphs, [(p, e.number) for p, r in results if r.nan for e in r.parents if e.nan], nan=True)
-    for node in _in_time(graphs, nans):
+    for node in _sort_by_time(graphs, nans):
         sources = _walk_back(graphs, [parent for parent, _ in _find_parents(graphs, node)], nan=False)
-        first = [n for n in _in_time(graphs, sources) if not _find_cause(graphs, n).is_intended]
+        first = [n for n in _sort_by_time(graphs, sources) if not _find_cause(graphs, n).is_intended]
         if first:
-            return _Explanation(_with_all_ranks(graphs, first[0], sources), _with_all_ranks(graphs, node, nans))
-        return _Explanation(_with_all_ranks(graphs, node, nans), None)
+            return _Explanation(_add_all_ranks(graphs, first[0], sources), _add_all_ranks(graphs, node, nans))
+        return _Explanation(_add_all_ranks(graphs, node, nans), None)
     infinities = _walk_back(graphs, [(p, e.number) for p, r in results for e in r.parents], nan=False)
-    candidates = sorted(_in_time(graphs, infinities), key=lambda n: _find_cause(graphs, n).is_intended)
-    return _Explanation(_with_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
+    candidates = sorted(_sort_by_time(graphs, infinities), key=lambda n: _find_cause(graphs, n).is_intended)
+    return _Explanation(_add_all_ranks(graphs, candidates[0], infinities) if candidates else None, None)
 
 
 def _find_parents(graphs: Sequence[ValueGraph], node: _Node) -> Iterator[tuple[_Node, bool]]:
@@ -156,11 +156,11 @@ def _find_cause(graphs: Sequence[ValueGraph], node: _Node) -> ValueCause:
     return cause
 
 
-def _in_time(graphs: Sequence[ValueGraph], nodes: Iterable[_Node]) -> list[_Node]:
+def _sort_by_time(graphs: Sequence[ValueGraph], nodes: Iterable[_Node]) -> list[_Node]:
     return sorted(nodes, key=lambda n: _find_cause(graphs, n).order)
 
 
-def _with_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueCause:
+def _add_all_ranks(graphs: Sequence[ValueGraph], node: _Node, nodes: Iterable[_Node]) -> ValueCause:
     """Return the cause of a value, with all ranks that made a value at the same source."""
     cause, causes = _find_cause(graphs, node), [_find_cause(graphs, n) for n in nodes]
 

@@ -42,17 +42,17 @@ class Models:
         (frozen, buffers), *rest = frozen_and_buffers
         params, frozen = (params, frozen) if self.apply.blocks else gather((params, frozen))
 
-        def of_model() -> tuple[Any, Any]:
+        def run_trained_model() -> tuple[Any, Any]:
             out, new = self.apply.method(f)(params, {**frozen, **buffers}, *args)
             return out, {name: new[name] for name in buffers}
 
-        inner = of_model
+        inner = run_trained_model
         for apply, (others_params, others_buffers) in zip(self.other_applies, rest, strict=True):
-            inner = _with_model(apply, others_params, others_buffers, inner)
+            inner = _bind_model(apply, others_params, others_buffers, inner)
         return inner()
 
 
-def _with_model(apply: nn.Apply, params: Any, buffers: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+def _bind_model(apply: nn.Apply, params: Any, buffers: Any, run: Callable[[], Any]) -> Callable[[], Any]:
     """Return `run`, within which another model has these tensors."""
     params = params if apply.blocks else gather(params)
     return lambda: apply.method(lambda module: run())({}, {**params, **buffers})[0]

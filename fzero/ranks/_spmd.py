@@ -60,14 +60,14 @@ class Spmd:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program on every rank."""
         if not self.mesh.simulated:
-            return self._on_this_rank((args, kwargs))
+            return self._run_on_this_rank((args, kwargs))
         if self.mesh.simulation == "lockstep":
-            return self._in_lockstep((args, kwargs))
+            return self._run_in_lockstep((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
-            return self._by_vmap((args, kwargs))
+            return self._run_by_vmap((args, kwargs))
         try:
             with quiet_vmap_fallback():
-                return self._by_vmap((args, kwargs))
+                return self._run_by_vmap((args, kwargs))
         except RuntimeError as error:
             if _is_vmap_error(error, self.mesh):
                 error.add_note(
@@ -100,14 +100,14 @@ class Spmd:
         )
         return call_in_scope(scope, lambda: self.program(*args, **kwargs))
 
-    def _on_this_rank(self, call: Any) -> Any:
+    def _run_on_this_rank(self, call: Any) -> Any:
         axes, joint = self.mesh.bound_axes()
         out = self._call(axes, joint, call)
         return tree.map(lambda x: x, out)  # rebuilds boxes without their origin, which is valid within one step
 
     # One vmap per axis.
 
-    def _by_vmap(self, call: Any) -> Any:
+    def _run_by_vmap(self, call: Any) -> Any:
         """Run all ranks as batch dimensions: vmap each axis's token, and each argument that differs along the axis."""
         shape, names = self.mesh.shape, self.mesh.axis_names
         leaves, axes, structure = _flatten_arguments(call, self.mesh)
@@ -145,7 +145,7 @@ class Spmd:
 
     # Threads.
 
-    def _in_lockstep(self, call: Any) -> Any:
+    def _run_in_lockstep(self, call: Any) -> Any:
         """Run the program for each rank as a thread, and stack the ranks' results."""
         if in_transform():
             raise RuntimeError(

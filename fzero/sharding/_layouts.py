@@ -89,7 +89,7 @@ def _describe_split(s: Split, path: str) -> str:
     item = find_item(path, "", s.stacked) if s.stacked else None
     if item is None:
         return f"part of {s.axis}={s.size}"
-    items = ["none" if n is None else f"{item.list}.{n}" for n in item.indices]
+    items = ["none" if n is None else f"{item.list_path}.{n}" for n in item.indices]
     return f"stacked over {s.axis}={s.size} ({', '.join(items)})"
 
 

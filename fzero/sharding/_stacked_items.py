@@ -13,18 +13,18 @@ class _Item(NamedTuple):
     """The position of a leaf in a stacked list.
 
     Attributes:
-        list: the path of the list in the tree.
+        list_path: the path of the list in the tree.
         indices: for each rank along the axis, the index of its item in the full list; None if it holds no item.
         subpath: the path of the leaf within an item; empty if the item is the leaf.
     """
 
-    list: str
+    list_path: str
     indices: tuple[int | None, ...]
     subpath: str
 
     def path(self, index: int) -> str:
         """Return the path of the leaf in an item of the full list."""
-        return ".".join([self.list, str(index), *([self.subpath] if self.subpath else [])])
+        return ".".join([self.list_path, str(index), *([self.subpath] if self.subpath else [])])
 
 
 def find_stacked_list(spec: Spec) -> tuple[Split, StackedList] | None:

@@ -42,7 +42,7 @@ class Vjp:
         """Return the vjp of `f`."""
 
         def vjp(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            def f_of_wrt(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_replace_at(tensors[: self.num_inputs], self.wrt, xs))
                 out = tuple([ys[i] for i in self.outputs])
                 for deferred_check in (self.deferred_checks or {}).values():
@@ -50,7 +50,7 @@ class Vjp:
                     deferred_check.check(results, dict(zip(self.wrt, xs, strict=True)))
                 return out
 
-            _, vjp_fn = torch.func.vjp(partial, *[tensors[i] for i in self.wrt])  # pyright: ignore
+            _, vjp_fn = torch.func.vjp(f_of_wrt, *[tensors[i] for i in self.wrt])  # pyright: ignore
             # frees each operation's residuals once it has run, unless this is differentiated again
             return vjp_fn(tuple(tensors[self.num_inputs :]), retain_graph=torch.is_grad_enabled())
 
@@ -75,12 +75,12 @@ class Jvp:
         """Return the jvp of `f`."""
 
         def jvp(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            def f_of_wrt(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 ys = f(*_replace_at(tensors[: self.num_inputs], self.wrt, xs))
                 return tuple([ys[i] for i in self.outputs])
 
             primals = tuple([tensors[i] for i in self.wrt])
-            _, tangents = torch.func.jvp(partial, primals, tuple(tensors[self.num_inputs :]))  # pyright: ignore
+            _, tangents = torch.func.jvp(f_of_wrt, primals, tuple(tensors[self.num_inputs :]))  # pyright: ignore
             return tangents
 
         return jvp
@@ -101,13 +101,13 @@ class Map:
     def derive(self, f: TupleFunction, batch_flags: list[BatchFlags]) -> TupleFunction:
         """Return `f` mapped over a batch; each run appends to `batch_flags` which outputs have the batch."""
 
-        def one(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def run_and_note_batch(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             ys = f(*xs)
             batch_flags.append(tuple([is_mapped(y) for y in ys]))
             return ys
 
         def vmapped(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            ys = torch.vmap(one, in_dims=self.dims, randomness=self.randomness)(*xs)
+            ys = torch.vmap(run_and_note_batch, in_dims=self.dims, randomness=self.randomness)(*xs)
             # an output without the batch stays without it: along an axis it is equal on all ranks
             return tuple([y if has_batch else y[0] for y, has_batch in zip(ys, batch_flags[-1], strict=True)])
 
@@ -130,13 +130,13 @@ def within_vjp(f: TupleFunction, wrt: Sequence[int], check: bool) -> TupleFuncti
     """
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        def partial(*xs: torch.Tensor) -> Any:
+        def f_of_wrt(*xs: torch.Tensor) -> Any:
             ys = f(*_replace_at(tensors, wrt, xs))
             if check:
                 check_sources(ys, xs)
             return xs[0], ys
 
-        _, _, outputs = torch.func.vjp(partial, *[tensors[i] for i in wrt], has_aux=True)  # pyright: ignore
+        _, _, outputs = torch.func.vjp(f_of_wrt, *[tensors[i] for i in wrt], has_aux=True)  # pyright: ignore
         return outputs
 
     return run

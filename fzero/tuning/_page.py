@@ -15,7 +15,7 @@ from fzero.tuning._search_space import PARALLEL
 from fzero.tuning._table_views import axes_shown, format_axis, format_remat, headline, list_warnings, notes
 from fzero.tuning._tune import ConfigurationTable
 
-__all__ = ["Case", "page"]
+__all__ = ["Case", "html_page"]
 
 _MAX_POINTS = 600  # points of a timeline
 
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     make_step: Callable[..., Any] | None = None
 
 
-def page(cases: Sequence[Case]) -> str:
+def html_page(cases: Sequence[Case]) -> str:
     """Return a page with the best configuration of a case, its table, its picture, and the best step over time.
 
     Of several cases the reader chooses one, by the values in which they differ.
@@ -50,7 +50,7 @@ def _case_fields(case: Case) -> dict[str, Any]:
     """Return what the page shows of a case, as JSON."""
     table = case.table
     best = table.best() if table.fitting else None
-    over_time = _over_time(table, case.make_step) if best and case.make_step else (None, None)
+    over_time = _plan_over_time(table, case.make_step) if best and case.make_step else (None, None)
     return {
         "choices": dict(case.choices),
         "headline": headline(table),
@@ -89,7 +89,7 @@ def _page_row(row: TableRow, budget_bytes: float) -> dict[str, Any]:
     }
 
 
-def _over_time(
+def _plan_over_time(
     table: ConfigurationTable, make_step: Callable[..., Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Plan the best row again, and return its live bytes and its busy streams over the step.

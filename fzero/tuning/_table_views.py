@@ -22,8 +22,8 @@ __all__ = [
     "notes",
     "render",
     "render_comparison",
+    "table_text",
     "table_width",
-    "text",
 ]
 
 
@@ -38,7 +38,7 @@ _PARTS = {
 }
 
 
-def text(table: "ConfigurationTable") -> str:
+def table_text(table: "ConfigurationTable") -> str:
     """Render a table of configurations, without colours."""
     from rich.console import Console
 

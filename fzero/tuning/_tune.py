@@ -23,7 +23,7 @@ from fzero.tuning.machines import Machine, find_machine
 from fzero.tuning.models import Bounds, ModelStep
 from fzero.tuning.search import (
     ConfigurationPlanner,
-    PlanCache,
+    RowCache,
     SkippedConfiguration,
     UnplannedConfiguration,
     plan_rows,
@@ -197,7 +197,7 @@ class ConfigurationTable(FigureReport):
         return f"ConfigurationTable({len(self.rows)} configurations for {self.machine.name}, {len(self.fitting)} fit)"
 
     def __str__(self) -> str:
-        return _table_views.text(self)
+        return _table_views.table_text(self)
 
     def __rich__(self) -> Any:
         return _table_views.render(self)
@@ -448,7 +448,7 @@ def tune(
     bounds_of = None if max_rows is None else _make_bounds(make_step, machine, check_int("max_rows", max_rows))
     budget_bytes = _compute_budget(machine, memory, margin)
     key = getattr(make_step, "cache_key", None) if cache else None
-    planner = ConfigurationPlanner(make_step, machine, None if key is None else PlanCache(key, machine))
+    planner = ConfigurationPlanner(make_step, machine, None if key is None else RowCache(key, machine))
     rows, skipped, unplanned = plan_rows(
         space, planner, budget_bytes, workers=workers, bounds_of=bounds_of, max_rows=max_rows, on_result=on_result
     )

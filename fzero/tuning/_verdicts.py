@@ -91,44 +91,44 @@ def _comparable_rows(context: _RuleContext, *names: str) -> list[TableRow]:
     return [r for r in context.fitting if rest(r) == rest(context.best)]
 
 
-def _settings_first(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_fast_settings(context: _RuleContext) -> list[TableRow] | None:
     """Take the fastest settings at the smallest micro-batch, and then the fastest row with these settings."""
     smallest = min([r.config.micro_batch for r in context.fitting])
     first = next(r for r in context.fitting if r.config.micro_batch == smallest)
     return [r for r in context.fitting if _with_unit_batch(r.config) == _with_unit_batch(first.config)]
 
 
-def _by_accumulation(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_accumulation(context: _RuleContext) -> list[TableRow] | None:
     """Reach the global batch by accumulation at the smallest micro-batch."""
     rows = _comparable_rows(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _micro_batch(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_large_micro_batches(context: _RuleContext) -> list[TableRow] | None:
     """Raise the micro-batch as far as it fits."""
     rows = _comparable_rows(context, "micro_batch", "accumulation")
     return sorted(rows, key=lambda r: -r.config.micro_batch) if len(rows) > 1 else None
 
 
-def _by_stage(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_low_stages(context: _RuleContext) -> list[TableRow] | None:
     """Take the lowest stage that fits."""
     rows = _comparable_rows(context, "stage")
     return sorted(rows, key=lambda r: r.config.stage) if len(rows) > 1 else None
 
 
-def _by_remat(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_less_remat(context: _RuleContext) -> list[TableRow] | None:
     """Recompute no more than memory requires."""
     rows = _comparable_rows(context, "remat")
     return sorted(rows, key=lambda r: REMATS.index(r.config.remat)) if len(rows) > 1 else None
 
 
-def _by_offload(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_less_offload(context: _RuleContext) -> list[TableRow] | None:
     """Keep as much state on the device as fits."""
     rows = _comparable_rows(context, "offload")
     return sorted(rows, key=lambda r: r.config.offload) if len(rows) > 1 else None
 
 
-def _by_experts(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_experts_within_host(context: _RuleContext) -> list[TableRow] | None:
     """Split experts over the ranks of a machine, and not over more."""
     rows = _comparable_rows(context, "ep")
     if len(rows) < 2:
@@ -136,7 +136,7 @@ def _by_experts(context: _RuleContext) -> list[TableRow] | None:
     return sorted(rows, key=lambda r: (r.config.ep > context.devices_per_host, -r.config.ep))
 
 
-def _model_ranks(context: _RuleContext) -> list[TableRow] | None:
+def _prefer_few_model_ranks(context: _RuleContext) -> list[TableRow] | None:
     """Spread a model over as few ranks as can hold it, and use the rest for data parallelism."""
     rows = _comparable_rows(context, *_PARALLEL_FIELDS)
     if len({_ranks_per_model(r) for r in rows}) < 2:
@@ -177,16 +177,16 @@ def _tp_sort_key(context: _RuleContext, row: TableRow) -> tuple[bool, int]:
 
 # in the order in which experts apply them
 _RULES = (
-    _ConfigurationRule("choose all else at the smallest micro-batch of the search", _settings_first),
-    _ConfigurationRule("the lowest stage that fits", _by_stage),
-    _ConfigurationRule("no more remat than memory requires", _by_remat),
-    _ConfigurationRule("no more offload than memory requires", _by_offload),
-    _ConfigurationRule("experts split over the devices of one machine at most", _by_experts),
-    _ConfigurationRule("a model over as few ranks, tp times pp, as can hold it", _model_ranks),
+    _ConfigurationRule("choose all else at the smallest micro-batch of the search", _prefer_fast_settings),
+    _ConfigurationRule("the lowest stage that fits", _prefer_low_stages),
+    _ConfigurationRule("no more remat than memory requires", _prefer_less_remat),
+    _ConfigurationRule("no more offload than memory requires", _prefer_less_offload),
+    _ConfigurationRule("experts split over the devices of one machine at most", _prefer_experts_within_host),
+    _ConfigurationRule("a model over as few ranks, tp times pp, as can hold it", _prefer_few_model_ranks),
     _ConfigurationRule("tensor parallelism within a machine, pipelines across machines", _machine_first),
     _ConfigurationRule(f"{_MICRO_BATCHES_PER_RANK} micro-batches for each rank of a pipeline", _pipeline_fill),
-    _ConfigurationRule("then accumulation up to the global batch", _by_accumulation),
-    _ConfigurationRule("then the largest micro-batch that fits", _micro_batch),
+    _ConfigurationRule("then accumulation up to the global batch", _prefer_accumulation),
+    _ConfigurationRule("then the largest micro-batch that fits", _prefer_large_micro_batches),
 )
 
 

@@ -16,7 +16,7 @@ from fzero import tree
 from fzero._format import format_bytes, format_seconds
 from fzero.tuning._command_options import AUTO, SEARCH_ROWS, parser
 from fzero.tuning._local_sgd_estimate import LocalSgdEstimate
-from fzero.tuning._page import Case, page
+from fzero.tuning._page import Case, html_page
 from fzero.tuning._peer_estimates import peer_estimates
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import TableRow
@@ -140,7 +140,7 @@ def _plan_cases(args: argparse.Namespace, cases_args: Sequence[argparse.Namespac
     for name, error in errors.items():
         console.print(f"not planned: {name}: {error}", style="yellow", markup=False)
     if args.html:
-        args.html.write_text(page(cases), encoding="utf-8")
+        args.html.write_text(html_page(cases), encoding="utf-8")
         print(f"wrote {args.html}", file=sys.stderr)
     return 0 if any(case.table.fitting for case in cases) else 1
 
@@ -369,7 +369,7 @@ def _write_files(args: argparse.Namespace, case: Case) -> None:
     if args.csv:
         args.csv.write_text(table.to_csv(), encoding="utf-8")
     if args.html:
-        args.html.write_text(page([case]), encoding="utf-8")
+        args.html.write_text(html_page([case]), encoding="utf-8")
     if args.plot:
         table.plot(args.plot)
     for path in filter(None, (args.json, args.csv, args.html, args.plot)):

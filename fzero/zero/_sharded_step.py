@@ -39,7 +39,7 @@ from fzero.zero._rerun import CallHistory, Rerun, run_and_compare
 from fzero.zero._setup_checks import check_not_meta, check_optimizer, check_splits
 from fzero.zero._source import make_source
 from fzero.zero._stages import StageLayouts, stage_layouts
-from fzero.zero._unit_buffers import in_unit_buffers
+from fzero.zero._unit_buffers import copy_to_unit_buffers
 
 __all__ = ["ShardedStep"]
 
@@ -304,7 +304,7 @@ class ShardedStep:
             opt_state = tree.copy_shared(opt_state, params)  # a state may start as the parameters themselves
             leaves, structure = tree.flatten(params, is_box)
             del params  # so each leaf is freed when it is copied
-            params = tree.unflatten(structure, in_unit_buffers(leaves, step_boxes))
+            params = tree.unflatten(structure, copy_to_unit_buffers(leaves, step_boxes))
             empty_cache(self.mesh.device)  # the segments of full leaves, in which no step's tensors would fit
             return params, opt_state
 
@@ -424,7 +424,7 @@ class ShardedStep:
             del values
             leaves, structure = tree.flatten(result, is_box)
             del result  # so each leaf is freed when it is copied
-            return tree.unflatten(structure, in_unit_buffers(leaves, step_boxes))
+            return tree.unflatten(structure, copy_to_unit_buffers(leaves, step_boxes))
 
     @api_boundary_with("gather takes one tree: step.gather((params, opt_state))")
     def gather(self, params: Tree) -> Tree:

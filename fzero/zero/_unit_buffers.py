@@ -8,10 +8,10 @@ from fzero import tree
 from fzero._torch import buffer_view
 from fzero.sharding import is_box, lookup_spec, sharded_units
 
-__all__ = ["in_unit_buffers"]
+__all__ = ["copy_to_unit_buffers"]
 
 
-def in_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
+def copy_to_unit_buffers(leaves: list[Any], sharded: Any) -> list[Any]:
     """Empty a list of leaves, and return the leaves with those of each unit copied into one buffer.
 
     Each leaf is dropped as soon as it is copied. So besides the leaves, memory holds one more unit, if nothing else

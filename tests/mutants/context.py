@@ -133,11 +133,13 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_attention.py", ATTENTION).faults(
-        Fault("each rank has the sinks of the first heads", "_over_heads", becomes("A == index_on(...)", "A == 0")),
-        Fault("heads come back in the order of positions", "_over_heads", bare("to_rank_order(A, B, C)")),
+        Fault(
+            "each rank has the sinks of the first heads", "_attend_by_heads", becomes("A == index_on(...)", "A == 0")
+        ),
+        Fault("heads come back in the order of positions", "_attend_by_heads", bare("to_rank_order(A, B, C)")),
         Fault(
             "documents are gathered in the order of ranks",
-            "_over_heads",
+            "_attend_by_heads",
             becomes("from_rank_order(all_gather(A, ...), n, -1)", "all_gather(documents, axis, dim=-1)"),
         ),
         Fault("ranks may attend for the same tokens", "_check_differs", never("not may_differ(...)")),

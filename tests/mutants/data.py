@@ -97,7 +97,7 @@ MUTANTS = [
         ),
         Fault(
             "a logged metric is read at once, so each step waits for the device",
-            "_by_path",
+            "_metrics_by_path",
             becomes("A.detach() if B else A", "A.tolist()"),
         ),
         Fault("closing the log does not write pending metrics", "MetricsLog.__exit__", skipped("self.A()")),

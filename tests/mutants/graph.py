@@ -297,7 +297,7 @@ MUTANTS = [
         Fault("ranks compare values that a vmap batches", "ShardedStep._should_check", dropped("vmaps()")),
     ),
     *File("ranks/_spmd.py", JIT).faults(
-        Fault("a vmap around a simulated mesh fails", "Spmd._by_vmap", dropped("is_outermost")),
+        Fault("a vmap around a simulated mesh fails", "Spmd._run_by_vmap", dropped("is_outermost")),
     ),
     *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
         Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in _PRODUCTS")),
@@ -456,7 +456,7 @@ MUTANTS = [
     *File("graph/_jit.py", LENGTHS).faults(
         Fault(
             "each length of a batch gets a schedule of its own",
-            "Jitted._at_length",
+            "Jitted._find_entry_at_length",
             bare("A.B(schedule_options=C.D(E.F.G))"),
         ),
         Fault(
@@ -466,13 +466,13 @@ MUTANTS = [
         ),
         Fault(
             "with a memory_budget, the schedule of the first length is used for all",
-            "Jitted._at_length",
+            "Jitted._find_entry_at_length",
             dropped("self.A.schedule_options.memory_budget is not None"),
             ANY_LENGTH,
         ),
         Fault(
             "calls that differ in a plain value count as other lengths",
-            "Jitted._at_length",
+            "Jitted._find_entry_at_length",
             never("not A(B, C)"),
             ANY_LENGTH,
         ),

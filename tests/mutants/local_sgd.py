@@ -33,10 +33,16 @@ MUTANTS = [
         ),
     ),
     *File("local_sgd/_sync_schedule.py", LOCAL).faults(
-        Fault("a mean is used at once", "SyncSchedule.parts_to_apply", becomes("count - self.delay", "count")),
+        Fault(
+            "a mean is used at once", "SyncSchedule.parts_to_apply", becomes("step_number - self.delay", "step_number")
+        ),
         Fault("all parts are sent at once", "SyncSchedule._part_offset", becomes("(part + 1) * A // B", "A")),
-        Fault("a part under way is not saved", "SyncSchedule.parts_in_flight", becomes("count - A + 1", "count")),
-        Fault("every step ends with an average", "SyncSchedule.is_boundary", never("count % A == 0")),
+        Fault(
+            "a part under way is not saved",
+            "SyncSchedule.parts_in_flight",
+            becomes("step_number - A + 1", "step_number"),
+        ),
+        Fault("every step ends with an average", "SyncSchedule.is_boundary", never("step_number % A == 0")),
     ),
     *File("local_sgd/_replicas.py", LOCAL).faults(
         Fault(

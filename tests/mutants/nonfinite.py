@@ -15,7 +15,7 @@ MUTANTS = [
         ),
         Fault(
             "the last non-finite value is reported, not the first",
-            "_in_time",
+            "_sort_by_time",
             returns("sorted(nodes, key=lambda n: _find_cause(graphs, n).order, reverse=True)"),
         ),
         Fault(
@@ -55,15 +55,15 @@ MUTANTS = [
     *File("observe/_nonfinite_leaves.py", DEBUG).faults(
         Fault(
             "padding of a unit is searched for non-finite values",
-            "_in_unit",
+            "_locate_in_unit",
             skipped("A = A[..., :max(B.numel - C, 0)]"),
         ),
         Fault(
             "a report names the first leaf of a unit, whichever is non-finite",
-            "_in_unit",
+            "_locate_in_unit",
             becomes("A(B.C, D, E, F)", "A(B.C, 0, E, F)"),
         ),
-        Fault("every rank reports rank 0's part", "_nonfinite_parts", becomes("x[A]", "x[0]")),
+        Fault("every rank reports rank 0's part", "_nonfinite_leaves_of_box", becomes("x[A]", "x[0]")),
     ),
     *File("_torch/call_site.py", DEBUG).faults(
         Fault(

@@ -75,7 +75,11 @@ MUTANTS = [
     ),
     *File("sharding/elements/_by_leaf.py", SIXTEEN_BIT).faults(
         Fault("all ranks have the same draws", "unit_positions", bare("A + B"), ROUNDING),
-        Fault("compiled draws are those of the leaf before", "by_leaf", becomes("positions >= end", "positions > end")),
+        Fault(
+            "compiled draws are those of the leaf before",
+            "spread_leaf_values",
+            becomes("positions >= end", "positions > end"),
+        ),
     ),
     *File("random/_words.py", ("tests/random/test_random.py",)).faults(
         Fault("streams have one set of words in other orders", "words_at", bare("A ^ second")),

@@ -131,7 +131,9 @@ MUTANTS = [
         ),
         Fault("no progress is printed without a terminal", "progress", bare("B(A, C, D)")),
         Fault(
-            "progress is printed for a quick compilation", "_with_a_line", becomes("A.start()", "console.print(text)")
+            "progress is printed for a quick compilation",
+            "_announce_compilation",
+            becomes("A.start()", "console.print(text)"),
         ),
         Fault("the shortest segment is compiled first", "compile_all", bare("-A")),
         Fault(

@@ -104,7 +104,7 @@ MUTANTS = [
         ),
     ),
     *File("nn/_module_pipeline.py", NN).faults(
-        Fault("a pipeline's parameter keeps its path", "ModulePipeline.name.name", returns("path")),
+        Fault("a pipeline's parameter keeps its path", "ModulePipeline.name.find_name", returns("path")),
     ),
     *File("sharding/elements/_leaf_ids.py", OPTIMIZERS).faults(
         Fault(

@@ -93,7 +93,7 @@ MUTANTS = [
         Fault("shared heads do not enter their layer", "Layer._own_heads", bare("B(A, self.axis)")),
         Fault(
             "replicated parameters of a split layer do not enter it",
-            "Layer._on_parts",
+            "Layer._run_on_parts",
             bare("B(A, self.axis)", at="1 of 3"),
             LAYERS + TRANSFORMERS,
         ),

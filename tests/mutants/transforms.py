@@ -164,7 +164,12 @@ MUTANTS = [
         ),
     ),
     *File("transforms/_derivation_steps.py", REMAT).faults(
-        Fault("remat maps values that no vmap batches", "Map.derive.one", becomes("A(y)", "True"), REMAT_SHARDED),
+        Fault(
+            "remat maps values that no vmap batches",
+            "Map.derive.run_and_note_batch",
+            becomes("A(y)", "True"),
+            REMAT_SHARDED,
+        ),
     ),
     *File("transforms/_indexed_tree.py", REMAT).faults(
         Fault("remat drops the origin", "_argument_indices", always("A.B is None"), REMAT_SHARDED),

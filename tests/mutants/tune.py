@@ -291,7 +291,7 @@ MUTANTS = [
         Fault("images are split along their tokens", "ModelStep._check_tokens", never("A == 'image'")),
     ),
     *File("tuning/models/_forward_pass.py", MODEL_AXES).faults(
-        Fault("a norm's gradient is that of one rank's tokens", "_for_own_tokens", never("A.sequence")),
+        Fault("a norm's gradient is that of one rank's tokens", "_enter_for_own_tokens", never("A.sequence")),
         Fault("ranks along cp have the positions of the first", "_learned_positions", never("axis_if_bound('cp')")),
     ),
     *File("tuning/_peer_estimates.py", PEER_ESTIMATES).faults(
@@ -309,7 +309,7 @@ MUTANTS = [
     *File("tuning/_page.py", COMMAND).faults(
         Fault("the timeline drops the peak", "_live_bytes", bare("max(range(A, B), key=C.D.__getitem__)")),
         Fault("a stream is busy twice as long as it is", "_stream_shares", bare("A / width", at="3 of 3")),
-        Fault("text in the data can end the page's script", "page", bare("A.replace('</', '<\\\\/')")),
+        Fault("text in the data can end the page's script", "html_page", bare("A.replace('</', '<\\\\/')")),
     ),
     *File("tuning/_sweep.py", COMMAND).faults(
         Fault(
@@ -426,14 +426,14 @@ MUTANTS = [
     ),
     *File("tuning/_verdicts.py", RULES).faults(
         Fault("rules that contradict the plans are kept", "verdicts", always("A[0] is B")),
-        Fault("the rule of thumb takes the highest stage", "_by_stage", becomes("A.B.stage", "-A.B.stage")),
+        Fault("the rule of thumb takes the highest stage", "_prefer_low_stages", becomes("A.B.stage", "-A.B.stage")),
         Fault(
             "settings are compared at the fastest micro-batch, not at the smallest",
-            "_settings_first",
+            "_prefer_fast_settings",
             always("A.B.C == D"),
         ),
         Fault("configurations of other settings are compared", "_comparable_rows", dropped("A(B) == A(C.D)")),
-        Fault("experts may exceed a machine", "_by_experts", bare("(B.C.ep > D.devices_per_host, A)")),
+        Fault("experts may exceed a machine", "_prefer_experts_within_host", bare("(B.C.ep > D.devices_per_host, A)")),
         Fault("equal seconds count as a reason", "_explain_choice", never("A < B")),
         Fault("tensor parallelism may exceed a machine", "_tp_sort_key", never("A.B.tp > C.devices_per_host")),
         Fault("the rule of pipelines ignores the number of micro-batches", "_pipeline_fill.order", always("A >= B")),

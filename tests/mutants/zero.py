@@ -116,11 +116,11 @@ MUTANTS = [
     *File("zero/_unit_buffers.py", UNIT_BUFFERS).faults(
         Fault(
             "every leaf of a unit is copied to the buffer's start",
-            "in_unit_buffers",
+            "copy_to_unit_buffers",
             becomes("A(B, C.D[E], C.F[E])", "A(B, 0, C.F[E])"),
         ),
-        Fault("tied leaves become two views of the buffer", "in_unit_buffers", always("A not in B")),
-        Fault("the old leaves of a unit are not freed one by one", "in_unit_buffers", skipped("A.clear()")),
+        Fault("tied leaves become two views of the buffer", "copy_to_unit_buffers", always("A not in B")),
+        Fault("the old leaves of a unit are not freed one by one", "copy_to_unit_buffers", skipped("A.clear()")),
     ),
     *File("zero/_fill.py", SOURCE).faults(
         Fault("replicated leaves share the caller's memory", "fill_template", always("A and B == C[0]")),

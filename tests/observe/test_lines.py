@@ -9,7 +9,7 @@ import torch
 import fzero
 from fzero import optim
 from fzero.observe._flame_chart import _bars, _colours, _cut_label, _row_names
-from fzero.observe._lines import Span, _function_at, _mark_functions, by_line
+from fzero.observe._lines import Span, _function_at, _mark_functions, sum_by_line
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
@@ -102,7 +102,7 @@ def span(name: str, line: str, phase: str, start: float) -> Span:
 def test_spans_become_lines_and_bars():
     spans = [span("aten::mm", "a.py:1", "forward", 0), span("aten::mm", "a.py:2", "forward", 1)]
     spans += [span("aten::mm", "a.py:1", "backward", 2)]
-    first, second = by_line(spans)
+    first, second = sum_by_line(spans)
     assert (first.line, first.seconds, first.backward_seconds, first.calls) == ("a.py:1", 2.0, 1.0, 2)
     assert second.line == "a.py:2"
     results = [(b.row, b.text, b.start, b.seconds) for b in _bars(spans)]

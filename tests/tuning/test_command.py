@@ -15,7 +15,7 @@ import pytest
 import fzero
 from fzero.__main__ import main
 from fzero.tuning import ConfigurationTable
-from fzero.tuning._page import Case, page
+from fzero.tuning._page import Case, html_page
 from fzero.tuning.models import PRESETS, init
 from tests.distributed.launch import python
 from tests.helpers import either
@@ -109,13 +109,13 @@ def test_a_short_timeline_keeps_the_peak(files, monkeypatch):
 
     monkeypatch.setattr(_page, "_MAX_POINTS", 7)
     table = ConfigurationTable.from_json((files / "t.json").read_text())
-    drawn, _ = _page._over_time(table, model_step("tiny", length=16))
+    drawn, _ = _page._plan_over_time(table, model_step("tiny", length=16))
     assert len(drawn["phases"]) == 7
     assert max(sum(live) for live in zip(*drawn["kinds"].values(), strict=True)) == table.best().row.peak_bytes
 
 
 def test_the_page_of_a_plan_escapes_any_name(files):
-    made = page([Case({"model": "a</script><b>"}, ConfigurationTable.from_json((files / "t.json").read_text()))])
+    made = html_page([Case({"model": "a</script><b>"}, ConfigurationTable.from_json((files / "t.json").read_text()))])
     assert made.count("</script>") == 2 and "<b>" not in made.split('type="application/json"')[0]
 
 

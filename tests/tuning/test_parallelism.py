@@ -12,7 +12,7 @@ import fzero
 from fzero import tuning
 from fzero.parallel.schedules import NAMES, schedule
 from fzero.tuning import CPU, H100, Configuration, ConfigurationTable
-from fzero.tuning._page import Case, page
+from fzero.tuning._page import Case, html_page
 from fzero.tuning._recipe import recipe
 from fzero.tuning._row import PlanSummary, ScheduleCost, make_row
 from fzero.tuning._search_space import TuneOptions, make_search_space
@@ -221,7 +221,7 @@ def test_a_table_tells_layouts_and_bytes_by_axis(table):
 
 
 def test_the_page_of_a_plan_filters_by_layout(table):
-    made = page([Case({"model": "x"}, table, make_step)])
+    made = html_page([Case({"model": "x"}, table, make_step)])
     (data,) = json.loads(made.split('type="application/json">')[1].split("</script>")[0])["cases"]
     assert data["axes"] == ["tp", "pp"] and {(r["tp"], r["pp"]) for r in data["rows"]} == {
         (a, b) for a in (1, 2) for b in (1, 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim, tree
 from fzero._torch import find_buffers, storage_id
-from fzero.zero._unit_buffers import in_unit_buffers
+from fzero.zero._unit_buffers import copy_to_unit_buffers
 from tests.helpers import mlp_loss, mlp_params, train_step_for
 from tests.memory import peak_bytes
 
@@ -83,7 +83,7 @@ def test_init_holds_at_most_one_unit_beside_the_leaves():
         return [{"w": torch.zeros(width, width, **options), "b": torch.zeros(width, **options)} for _ in range(blocks)]
 
     sharded = step_at(1).program(fzero.partition)(made(device="meta"))
-    assert peak_bytes(lambda: in_unit_buffers(tree.tensors(made()), sharded)) == (blocks + 1) * unit
+    assert peak_bytes(lambda: copy_to_unit_buffers(tree.tensors(made()), sharded)) == (blocks + 1) * unit
 
 
 def test_unit_buffers_work_on_a_mesh_of_one_rank():

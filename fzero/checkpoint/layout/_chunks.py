@@ -56,17 +56,17 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Recta
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # full rows: from the first to before the last
     if first > last:  # the range lies within one row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        yield from _split_row(shape, last, start - last * row, stop - last * row)
         return
     if start < first * row:
-        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+        yield from _split_row(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
         yield _Rectangle((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]), first * row)
     if last * row < stop:
-        yield from _in_row(shape, last, 0, stop - last * row)
+        yield from _split_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[_Rectangle]:
+def _split_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[_Rectangle]:
     row = math.prod(shape[1:])
     for r in rectangles(shape[1:], start, stop):
         yield _Rectangle((i, *r.offsets), (1, *r.sizes), i * row + r.flat)

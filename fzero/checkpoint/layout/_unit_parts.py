@@ -89,7 +89,7 @@ def list_unit_parts(label: str, spec: Spec, members: Sequence[tuple[str, int]]) 
         for part, own_index in zip(parts, item.indices, strict=True):
             item_index, is_copy = (any_index, True) if own_index is None else (own_index, False)
             if not (is_copy and any(m.index == index for m in part.members)):  # a tied leaf needs one copy only
-                source = LeafSource(path, item.list, item_index)
+                source = LeafSource(path, item.list_path, item_index)
                 part.members.append(_Member(index, item.path(item_index), source, is_copy))
     return parts
 

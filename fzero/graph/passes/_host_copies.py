@@ -79,7 +79,7 @@ def move_early(graph: Graph) -> Graph:
     graph = copy_graph(graph)
     host_copies: dict[Node, Node] = {}  # each factor, and its copy on the host
     for node in [n for n in graph.nodes if n.target is TO_HOST]:
-        views, scaling = _through_views(node.all_input_nodes[0])
+        views, scaling = _follow_views(node.all_input_nodes[0])
         parts = _match_scaling(scaling)
         if parts is None:
             continue
@@ -97,7 +97,7 @@ def move_early(graph: Graph) -> Graph:
     return graph
 
 
-def _through_views(node: Node) -> tuple[list[Node], Node]:
+def _follow_views(node: Node) -> tuple[list[Node], Node]:
     """Return the chain of views that leads to a value, the last view first, and the viewed base."""
     views = []
     while is_view(node) and len(node.all_input_nodes) == 1 and isinstance(node.args[0], Node):

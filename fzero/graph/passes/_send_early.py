@@ -26,11 +26,11 @@ def send_early(graph: Graph) -> Graph:
     order = nodes[: begins[0]]
     for begin, stop in zip(begins, [*begins[1:], len(nodes)], strict=True):
         region = nodes[begin:stop]
-        order += _sent_first(region) if region[0].args[0] == "B" else region
+        order += _order_sends_first(region) if region[0].args[0] == "B" else region
     return copy_nodes(order)
 
 
-def _sent_first(region: Sequence[Node]) -> list[Node]:
+def _order_sends_first(region: Sequence[Node]) -> list[Node]:
     begin, *rest = region
     needed_for_sends = {n for n in rest if n.target is SEND}
     for n in reversed(rest):

@@ -1,6 +1,13 @@
 """Plans: the bytes that a scheduled graph will hold and send, and its time, counted before it runs."""
 
-from fzero.graph.planning._between_subgraphs import exports, needed_views, operands, sources, views_to, written_argument
+from fzero.graph.planning._between_subgraphs import (
+    needed_views,
+    subgraph_exports,
+    subgraph_operands,
+    view_sources,
+    views_to,
+    written_argument,
+)
 from fzero.graph.planning._caching_allocator import AllocatorPeaks
 from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._collective_seconds import transfer_seconds
@@ -41,7 +48,6 @@ __all__ = [
     "argument_parts",
     "device_live_bytes",
     "estimate_seconds",
-    "exports",
     "find_phases",
     "find_scalars",
     "is_pointwise_kernel",
@@ -51,7 +57,6 @@ __all__ = [
     "live_ranges",
     "make_plan",
     "needed_views",
-    "operands",
     "peak_bytes",
     "phase_spans",
     "product_seconds",
@@ -61,10 +66,12 @@ __all__ = [
     "runs_alone",
     "seconds_by_bound",
     "short_path",
-    "sources",
     "split_into_subgraphs",
+    "subgraph_exports",
+    "subgraph_operands",
     "timeline",
     "transfer_seconds",
+    "view_sources",
     "views_to",
     "written_argument",
 ]

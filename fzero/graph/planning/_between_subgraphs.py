@@ -8,7 +8,7 @@ from torch.fx import Node
 from fzero.graph.ir import COPY
 from fzero.graph.planning._subgraphs import is_alias, runs_alone
 
-__all__ = ["exports", "needed_views", "operands", "sources", "views_to", "written_argument"]
+__all__ = ["needed_views", "subgraph_exports", "subgraph_operands", "view_sources", "views_to", "written_argument"]
 
 
 def written_argument(node: Node) -> Node:
@@ -18,12 +18,12 @@ def written_argument(node: Node) -> Node:
     return node
 
 
-def operands(subgraph: Sequence[Node]) -> list[Node]:
+def subgraph_operands(subgraph: Sequence[Node]) -> list[Node]:
     """List the arguments of the nodes of a subgraph."""
     return [a for n in subgraph for a in n.all_input_nodes]
 
 
-def sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
+def view_sources(nodes: Sequence[Node], parts: AbstractSet[Node] = frozenset()) -> list[Node]:
     """List the values that nodes are or alias; `parts` count as values."""
     values: dict[Node, None] = {}
     stack = list(reversed(nodes))
@@ -53,15 +53,15 @@ def needed_views(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -
     return views
 
 
-def exports(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
+def subgraph_exports(subgraphs: Sequence[Sequence[Node]], results: Sequence[Node]) -> list[list[Node]]:
     """List for each subgraph the values that later subgraphs or the caller need."""
     subgraph_index = {n: i for i, subgraph in enumerate(subgraphs) for n in subgraph}
     exports_by_subgraph: list[dict[Node, None]] = [{} for _ in subgraphs]
     for i, subgraph in enumerate(subgraphs):
-        for x in sources(operands(subgraph)):
+        for x in view_sources(subgraph_operands(subgraph)):
             if x in subgraph_index and subgraph_index[x] != i:
                 exports_by_subgraph[subgraph_index[x]][x] = None
-    for x in sources(results):
+    for x in view_sources(results):
         if x in subgraph_index:
             exports_by_subgraph[subgraph_index[x]][x] = None
     return [list(e) for e in exports_by_subgraph]

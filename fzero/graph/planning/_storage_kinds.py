@@ -17,7 +17,7 @@ def storage_kinds(graph: Graph) -> dict[Node, str]:
     kinds: dict[Node, str] = {}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     sums = {a for n in nodes if (loop := node_loop(n)) for a in n.args[len(loop.slices) :][: loop.sum_count]}
-    sets = _NodeSets(_after_reductions(nodes), _feeding_work(nodes), sums)
+    sets = _NodeSets(_find_nodes_after_reductions(nodes), _find_nodes_feeding_work(nodes), sums)
     for n in reversed(nodes):
         kinds[n] = _find_kind(n, sets, kinds)
     return {n: "buffers" if kind == "packed" else kind for n, kind in kinds.items()}
@@ -37,7 +37,7 @@ class _NodeSets(NamedTuple):
     sums: set[Any]
 
 
-def _after_reductions(nodes: Iterable[Node]) -> set[Node]:
+def _find_nodes_after_reductions(nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes that depend on a collective that reduces."""
     after_reduce: set[Node] = set()
     for n in nodes:
@@ -46,7 +46,7 @@ def _after_reductions(nodes: Iterable[Node]) -> set[Node]:
     return after_reduce
 
 
-def _feeding_work(nodes: Sequence[Node]) -> set[Node]:
+def _find_nodes_feeding_work(nodes: Sequence[Node]) -> set[Node]:
     """Return the nodes whose values reach work, at once or through cheap nodes."""
     feeds_work: set[Node] = set()
     for n in reversed(nodes):

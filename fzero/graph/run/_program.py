@@ -12,13 +12,13 @@ from fzero.graph.ir import TO_HOST, copy_graph, graph_results, is_input, node_st
 from fzero.graph.loop import Loop, RegionGraph, loop_function, node_loop, pipeline_function, set_body, split
 from fzero.graph.planning import (
     argument_parts,
-    exports,
     find_scalars,
     needed_views,
-    operands,
     runs_alone,
-    sources,
     split_into_subgraphs,
+    subgraph_exports,
+    subgraph_operands,
+    view_sources,
     views_to,
     written_argument,
 )
@@ -139,9 +139,9 @@ def make_program(graph: Graph, owned: Sequence[int] = ()) -> Program:
     view_values = needed_views(subgraphs, values) | parts
     register_of = {n: i for i, n in enumerate(n for n in graph.nodes if is_input(n))}
     instructions: list[_SingleOperation | Segment] = []
-    for subgraph, output_nodes in zip(subgraphs, exports(subgraphs, values), strict=True):
+    for subgraph, output_nodes in zip(subgraphs, subgraph_exports(subgraphs, values), strict=True):
         single = runs_alone(subgraph[0])
-        operand_nodes = subgraph[0].all_input_nodes if single else sources(operands(subgraph), parts)
+        operand_nodes = subgraph[0].all_input_nodes if single else view_sources(subgraph_operands(subgraph), parts)
         # take a loop's results out of their tuple at once: the tuple would hold all of them until the last use
         loop_items = list(subgraph[0].users) if node_loop(subgraph[0]) else []
         singles = [*views_to(operand_nodes, register_of, view_values), *([subgraph[0], *loop_items] if single else [])]

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.graph.ir import COPY, is_input, op_name, signature
-from fzero.graph.planning import operands, read_by_kernels, sources
+from fzero.graph.planning import read_by_kernels, subgraph_operands, view_sources
 
 __all__ = ["Segment", "make_segment"]
 
@@ -97,7 +97,7 @@ def make_segment(
         return None
     exports = list(dict.fromkeys([*exports, *read_by_kernels(subgraph, scalars)]))
     graph = Graph()
-    ins = [x for x in sources(operands(subgraph), parts) if x in register_of]
+    ins = [x for x in view_sources(subgraph_operands(subgraph), parts) if x in register_of]
     copies: dict[Node, Node] = {}
     for i, x in enumerate(ins):
         copies[x] = graph.placeholder(f"x{i}")

@@ -60,7 +60,7 @@ def progress(items: Iterable[_T], total: int) -> Iterator[_T]:
         yield from items
         return
     if not console.is_terminal:
-        yield from _with_a_line(items, total, console)
+        yield from _announce_compilation(items, total, console)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -78,7 +78,7 @@ def progress(items: Iterable[_T], total: int) -> Iterator[_T]:
         bar.stop()
 
 
-def _with_a_line(items: Iterable[_T], total: int, console: Any) -> Iterator[_T]:
+def _announce_compilation(items: Iterable[_T], total: int, console: Any) -> Iterator[_T]:
     segments = f"{total} segment{'s' * (total != 1)}"
     text = f'fzero.jit compiles {segments} before the first step, once per machine; backend="auto" does not wait'
     timer = threading.Timer(_QUIET_SECONDS, console.print, [text], {"soft_wrap": True, "highlight": False})

@@ -175,7 +175,7 @@ def _normalize_updates(
         by_index = {index: factors[position] for position, index in members}
         unit_factors: list[_Factors] = [by_index[index] for index in sorted(by_index)]
         moment = multiply_factors(box, [f.rows for f in unit_factors], [f.columns for f in unit_factors])
-        out[members[0][0]] = Shard(_over_root(box.data, moment, unit_factors[0].min_root), spec_id)
+        out[members[0][0]] = Shard(_divide_by_root(box.data, moment, unit_factors[0].min_root), spec_id)
     new = tree.unflatten(structure, rows), tree.unflatten(structure, columns)
     return tree.unflatten(structure, out), *new
 
@@ -210,8 +210,8 @@ def _root_factors(rows: torch.Tensor, columns: torch.Tensor | None, min_root: Sc
 
 def _full_direction(g: torch.Tensor, factors: _Factors) -> torch.Tensor:
     rows, columns, min_root = factors
-    return _over_root(g, rows if columns is None else rows[..., None] * columns[..., None, :], min_root)
+    return _divide_by_root(g, rows if columns is None else rows[..., None] * columns[..., None, :], min_root)
 
 
-def _over_root(g: torch.Tensor, moment: torch.Tensor, min_root: Any) -> torch.Tensor:
+def _divide_by_root(g: torch.Tensor, moment: torch.Tensor, min_root: Any) -> torch.Tensor:
     return (at_least_float32(g) * moment.clamp(min=min_root * min_root).rsqrt()).to(g.dtype)

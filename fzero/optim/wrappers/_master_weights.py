@@ -118,7 +118,7 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         new = apply_updates(masters, updates)
 
         def choose_update(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-            return u if p.dtype == master else _to_rounded(p, m)
+            return u if p.dtype == master else _round_update(p, m)
 
         return tree.map(choose_update, params, updates, new), MasterState(_distinct_masters(new, like), inner)
 
@@ -135,7 +135,7 @@ def _distinct_masters(masters: Params, like: Params) -> Params:
     return tree.unflatten(structure, [x if keep else None for x, keep in zip(entries, is_kept, strict=True)])
 
 
-def _to_rounded(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+def _round_update(p: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Return the update that sets a narrow parameter to the rounded master, in the master's dtype.
 
     The update is the difference of two narrow values. So `apply_updates` adds it to the parameter without another
@@ -250,9 +250,9 @@ def _check_masters(params: Params, masters: Params, precision: Precision) -> Non
     for path, p, m in zip(paths, entries, tree.flatten(masters, is_box)[0], strict=True):
         dtype = _entry_dtype(p)
         if dtype is not None and not isinstance(p, Slot) and (m is None) != (dtype == precision.master):
-            has = "no master weights" if m is None else "master weights, too,"
+            problem = "no master weights" if m is None else "master weights, too,"
             raise ValueError(
-                f"master_weights: params leaf {path!r} is {dtype}, and the state has {has} of it: it was made with "
+                f"master_weights: params leaf {path!r} is {dtype}, and the state has {problem} of it: it was made with "
                 "another precision.shard; see docs/training.md#master-weights-as-shards"
             )
 

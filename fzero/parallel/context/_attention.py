@@ -106,10 +106,10 @@ def attention(
         method = "all_to_all" if q.shape[_HEADS] % n == 0 else "ring"
     if method == "ring":
         return ring_attention(bound_axis(axis), options, qkv)
-    return _over_heads(qkv, options, axis, n)
+    return _attend_by_heads(qkv, options, axis, n)
 
 
-def _over_heads(qkv: Qkv, options: AttentionOptions, axis: str, n: int) -> torch.Tensor:
+def _attend_by_heads(qkv: Qkv, options: AttentionOptions, axis: str, n: int) -> torch.Tensor:
     """Attend to all tokens with a part of the heads, and send the tokens back."""
     q, k, v, sinks, documents = qkv
     heads = q.shape[_HEADS]

@@ -14,7 +14,7 @@ import torch
 from fzero._dtypes import at_least_float32
 from fzero._torch import allow_in_graph
 from fzero.axes import Axis, Binding, index_on
-from fzero.collectives import DimOptions, apply, in_front, mapped_binding
+from fzero.collectives import DimOptions, apply, mapped_binding, move_to_front
 from fzero.parallel.context._layout import compute_positions, from_rank_order
 from fzero.parallel.context._ring import attend, attend_grad
 from fzero.parallel.context._ring_pattern import AttentionOptions, Qkv, Ring
@@ -125,7 +125,7 @@ def _call_under_vmap(
     *xs: torch.Tensor | None,
 ) -> Any:
     """Apply a function under a vmap: that of the axis, whose ranks it computes all at once, or any other."""
-    rows = [None if x is None else in_front(x, d, n) for x, d in zip(xs, in_dims[3:], strict=True)]
+    rows = [None if x is None else move_to_front(x, d, n) for x, d in zip(xs, in_dims[3:], strict=True)]
     if in_dims[0] is None:
         ys = function.apply(token, mapped_binding(binding, n), options, *rows)
     else:

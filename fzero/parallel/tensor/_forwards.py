@@ -67,7 +67,7 @@ class Layer:
         if isinstance(self.style, LatentProjection):
             return self._latent_forward(*args, **kwargs)
         if isinstance(self.style, ReplicatedParams | Experts):
-            return self._on_parts(*args, **kwargs)
+            return self._run_on_parts(*args, **kwargs)
         with override_parameters(self.module, self._parameters(), {}):
             return self.run(*args, **kwargs)
 
@@ -107,7 +107,7 @@ class Layer:
             y = torch.where((tokens == padding % self.sizes["weight"]).unsqueeze(-1), y.detach(), y)
         return leave(torch.where(is_local, y, fill), self.axis)
 
-    def _on_parts(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_on_parts(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on inputs that differ by rank, or on parts of its own parameters, whose results are summed."""
         replicated = [name for name, _ in self.module.named_parameters(recurse=False) if name not in self.param_splits]
         params = {name: enter(getattr(self.module, name), self.axis) for name in replicated}

@@ -11,10 +11,10 @@ import torch
 from fzero._torch import is_fused, tensor_on
 from fzero.sharding._spec import traced_spec, unit_index
 
-__all__ = ["by_leaf", "in_memory", "unit_positions"]
+__all__ = ["materialize", "spread_leaf_values", "unit_positions"]
 
-_MANY = 32  # leaves: from here on a search takes less time
-_FEW = 8  # the same where operations run one by one
+_SEARCH_FROM_LEAVES = 32  # leaves: from here on a search takes less time
+_EAGER_SEARCH_FROM_LEAVES = 8  # the same where operations run one by one
 
 
 def unit_positions(spec_id: int, device: torch.device) -> torch.Tensor:
@@ -26,7 +26,7 @@ def unit_positions(spec_id: int, device: torch.device) -> torch.Tensor:
     return start + torch.arange(k, dtype=dtype, device=device)
 
 
-def by_leaf(spec_id: int, positions: torch.Tensor, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def spread_leaf_values(spec_id: int, positions: torch.Tensor, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return for each element the number of its leaf.
 
     Args:
@@ -38,11 +38,11 @@ def by_leaf(spec_id: int, positions: torch.Tensor, numbers: Sequence[torch.Tenso
         For each of `numbers` a tensor of the shape of `positions`.
     """
     ends = traced_spec(spec_id).offsets[1:]
-    if len(ends) >= (_MANY if is_fused() else _FEW):
+    if len(ends) >= (_SEARCH_FROM_LEAVES if is_fused() else _EAGER_SEARCH_FROM_LEAVES):
         bounds = tensor_on(ends, dtype=positions.dtype, device=positions.device)
         leaf = torch.bucketize(positions, bounds, out_int32=True, right=True)
         return [x.index_select(0, leaf) for x in numbers]
-    numbers = [in_memory(x) for x in numbers]
+    numbers = [materialize(x) for x in numbers]
     out = [x[0].expand(positions.shape) for x in numbers]
     for i, end in enumerate(ends):
         is_after = positions >= end
@@ -50,7 +50,7 @@ def by_leaf(spec_id: int, positions: torch.Tensor, numbers: Sequence[torch.Tenso
     return out
 
 
-def in_memory(x: torch.Tensor) -> torch.Tensor:
+def materialize(x: torch.Tensor) -> torch.Tensor:
     """Return a small tensor `[n]` whose numbers a compiler computes once.
 
     Inductor would else compute a number anew wherever a loop over many elements reads it. It writes the operand of

@@ -14,7 +14,7 @@ from fzero.axes import axis_index
 from fzero.random import key_words, words_at
 from fzero.sharding._spec import lookup_spec, traced_spec
 from fzero.sharding._stacked_items import find_item, find_stacked_list
-from fzero.sharding.elements._by_leaf import by_leaf, unit_positions
+from fzero.sharding.elements._by_leaf import spread_leaf_values, unit_positions
 from fzero.sharding.elements._leaf_ids import leaf_ids
 
 __all__ = ["leaf_bits", "shard_bits"]
@@ -41,7 +41,7 @@ def shard_bits(key: torch.Tensor, spec_id: int, device: torch.device) -> torch.T
     words = key_words(key.to(device), path_keys.index_select(0, row).squeeze(0))
     in_unit = unit_positions(spec_id, device)
     offsets = tensor_on([*spec.offsets[:-1], spec.numel], dtype=in_unit.dtype, device=device)
-    first, second, offset = by_leaf(spec_id, in_unit, [*words, offsets])
+    first, second, offset = spread_leaf_values(spec_id, in_unit, [*words, offsets])
     position = in_unit - offset
     if any(not split.stacked for split in spec.split):
         position = _position_in_full_leaf(spec_id, position.to(torch.int64), leaf_ids(spec_id, device))

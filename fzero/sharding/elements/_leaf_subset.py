@@ -14,7 +14,7 @@ from fzero._torch import assume_constant_result, tensor_on
 from fzero.collectives import all_gather, psum_scatter
 from fzero.sharding._boxes import Shard, make_box
 from fzero.sharding._spec import intern, lookup_spec, traced_spec, unit_index
-from fzero.sharding.elements._by_leaf import by_leaf, in_memory, unit_positions
+from fzero.sharding.elements._by_leaf import materialize, spread_leaf_values, unit_positions
 
 __all__ = [
     "empty_shape",
@@ -71,12 +71,14 @@ def put_subset(x: torch.Tensor, row: torch.Tensor, spec_id: int, subset_id: int)
     rows = zip(subset.offsets, spec.offsets, spec.shapes, subset.shapes, strict=False)
     moves = [at - offset if shape == own else nowhere for at, offset, shape, own in rows]
     position = unit_positions(spec_id, x.device)
-    (distance,) = by_leaf(spec_id, position, [tensor_on([*moves, nowhere], dtype=position.dtype, device=x.device)])
+    (distance,) = spread_leaf_values(
+        spec_id, position, [tensor_on([*moves, nowhere], dtype=position.dtype, device=x.device)]
+    )
     index = position + distance
     # A segment first runs on zeros, also for the distances. An index out of bounds would then end the process: no
     # exception leaves a thread of a compiled loop.
     inside = index.clamp(0, len(row) - 1)
-    return torch.where(index >= 0, in_memory(row).index_select(0, inside), x)
+    return torch.where(index >= 0, materialize(row).index_select(0, inside), x)
 
 
 def scatter_subset(xs: Sequence[torch.Tensor], places: torch.Tensor, spec_id: int, subset_id: int) -> list[Shard]:

@@ -12,7 +12,7 @@ from fzero.graph import jit
 from fzero.tuning._search_space import Configuration
 from fzero.tuning.machines import Machine
 from fzero.tuning.models import TENSOR, ModelShape, ModelStep, init
-from fzero.tuning.search import ConfigurationPlanner, PlanCache
+from fzero.tuning.search import ConfigurationPlanner, RowCache
 
 __all__ = ["ParameterCounts", "StateBytes", "activation_bytes", "count_parameters", "deepspeed_states", "fsdp2_states"]
 
@@ -33,7 +33,7 @@ class _EagerStep(ModelStep):
 def activation_bytes(make_step: ModelStep, machine: Machine, config: Configuration) -> float:
     """Plan a configuration as an eager system runs it, and return the bytes at its peak that are not state."""
     eager = _EagerStep(make_step.shape, make_step.length, make_step.explicit)
-    planner = ConfigurationPlanner(eager, machine, PlanCache(eager.cache_key, machine))
+    planner = ConfigurationPlanner(eager, machine, RowCache(eager.cache_key, machine))
     row = planner(replace(config, offload=0.0, depth=config.depth or make_step.shape.depth))
     return sum([n for kind, n in row.device_bytes.items() if kind not in _KINDS])
 

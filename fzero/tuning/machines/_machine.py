@@ -137,8 +137,8 @@ class Machine:
                 raise ValueError(f"Machine: {field.name}={value!r}: expected a number above 0")
 
     def __str__(self) -> str:
-        device, link = _in_gigabytes(self.memory_bandwidth), _in_gigabytes(self.host_link_bandwidth)
-        host, copies = _in_gigabytes(self.host_memory_bandwidth), _in_gigabytes(self.host_copy_bandwidth)
+        device, link = _format_gigabytes(self.memory_bandwidth), _format_gigabytes(self.host_link_bandwidth)
+        host, copies = _format_gigabytes(self.host_memory_bandwidth), _format_gigabytes(self.host_copy_bandwidth)
         return (
             f"{self.name}: {self.flops / 1e12:,.0f} TFLOP/s, {format_bytes(self.device_bytes)} at {device}, "
             f"link {link} each way; host of {self.ranks} devices: {host}, copies {copies}\n({self.source})"
@@ -184,7 +184,7 @@ class Machine:
         )
 
 
-def _in_gigabytes(bandwidth: float) -> str:
+def _format_gigabytes(bandwidth: float) -> str:
     return f"{bandwidth / _GIGA:,.0f} GB/s"
 
 

@@ -75,8 +75,8 @@ def embed(shape: ModelShape, options: ForwardOptions, params: ModelParams, batch
     if shape.positions:
         x = x + _learned_positions(options, gather(params["positions"]), x)
     if shape.task == "masked":
-        segment = _for_own_tokens(options, gather(params["segments"])[0])
-        x = _apply_norm(shape, _for_own_tokens(options, gather(params["norm0"])), x + segment)
+        segment = _enter_for_own_tokens(options, gather(params["segments"])[0])
+        x = _apply_norm(shape, _enter_for_own_tokens(options, gather(params["norm0"])), x + segment)
     return x
 
 
@@ -96,11 +96,11 @@ def head_loss(
     shape: ModelShape, options: ForwardOptions, params: ModelParams, x: torch.Tensor, batch: Any
 ) -> torch.Tensor:
     """Return the loss, given the output of the last block."""
-    x = _apply_norm(shape, _for_own_tokens(options, gather(params["norm"])), x)
+    x = _apply_norm(shape, _enter_for_own_tokens(options, gather(params["norm"])), x)
     if shape.task == "image":
         x = x[:, 0]
     if shape.task == "masked":
-        x = F.gelu(_apply_linear(_for_own_tokens(options, gather(params["last"])), x))
+        x = F.gelu(_apply_linear(_enter_for_own_tokens(options, gather(params["last"])), x))
     if options.chunked:
         weight, bias = _output_head(shape, params)
         axis = "tp" if axis_size(axis_if_bound("tp")) > 1 else None
@@ -136,7 +136,7 @@ def _block_linear(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> t
     return y + p["b"] if "b" in p else y
 
 
-def _for_own_tokens(options: ForwardOptions, weights: Any) -> Any:
+def _enter_for_own_tokens(options: ForwardOptions, weights: Any) -> Any:
     """Return replicated weights for use on a rank's own tokens: their gradients are summed over the ranks."""
     return tree.map(tp.enter, weights) if options.sequence else weights
 
@@ -149,7 +149,7 @@ def _token_count(options: ForwardOptions, x: torch.Tensor) -> int:
 def _row_linear(options: ForwardOptions, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
     """Multiply by this rank's rows, sum over the ranks, and add the bias once."""
     y = tp.leave(_linear_product(options, p, x), sequence=options.sequence)
-    return y + _for_own_tokens(options, p["b"]) if "b" in p else y
+    return y + _enter_for_own_tokens(options, p["b"]) if "b" in p else y
 
 
 def _apply_norm(shape: ModelShape, p: ModelParams, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _apply_block(
     shape: ModelShape, options: ForwardOptions, p: ModelParams, x: torch.Tensor, tables: _Rotary | None
 ) -> torch.Tensor:
     """Apply a block. The norms follow attention and MLP in BERT, and precede them in all other models."""
-    norm1, norm2 = (partial(_apply_norm, shape, _for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
+    norm1, norm2 = (partial(_apply_norm, shape, _enter_for_own_tokens(options, p[name])) for name in ("norm1", "norm2"))
     if shape.task == "masked":
         x = norm1(x + _apply_attention(shape, options, p, x, tables))
         return norm2(x + _apply_mlp(shape, options, p["mlp"], x))

@@ -4,12 +4,12 @@ from fzero.tuning.search._best_first import UnplannedConfiguration, search_by_bo
 from fzero.tuning.search._configuration_planner import ConfigurationPlanner
 from fzero.tuning.search._plan_rows import plan_rows
 from fzero.tuning.search._plan_workers import open_pool
-from fzero.tuning.search._row_cache import PlanCache
+from fzero.tuning.search._row_cache import RowCache
 from fzero.tuning.search._search import SkippedConfiguration, search_rows, sort_results
 
 __all__ = [
     "ConfigurationPlanner",
-    "PlanCache",
+    "RowCache",
     "SkippedConfiguration",
     "UnplannedConfiguration",
     "open_pool",

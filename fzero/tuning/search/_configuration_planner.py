@@ -15,7 +15,7 @@ from fzero.tuning._row import PlanSummary, TableRow, make_row, summarize
 from fzero.tuning._search_space import Configuration
 from fzero.tuning.machines import Machine
 from fzero.tuning.search._extrapolation import choose_depths, extrapolate, extrapolate_line
-from fzero.tuning.search._row_cache import PlanCache
+from fzero.tuning.search._row_cache import RowCache
 
 __all__ = ["ConfigurationPlanner"]
 
@@ -36,7 +36,7 @@ class ConfigurationPlanner:
 
     make_step: MakeStep
     machine: Machine
-    cache: PlanCache | None = None
+    cache: RowCache | None = None
 
     def __call__(self, request: Configuration | TableRow) -> TableRow:
         """Plan a configuration, as it is or from models of fewer blocks. Plan a row in full, with its schedule."""
@@ -44,7 +44,7 @@ class ConfigurationPlanner:
         if cached_row is not None:
             return cached_row
         with pause_collector():  # plans hold many small objects, and all of them live until the row is made
-            row = self._in_full(request) if isinstance(request, TableRow) else self._plan_row(request)
+            row = self._plan_in_full(request) if isinstance(request, TableRow) else self._plan_row(request)
         if self.cache is not None:
             self.cache.write(request, row)
         return row
@@ -62,7 +62,7 @@ class ConfigurationPlanner:
                 return make_row(config, summaries, in_full=False)
         return make_row(config, self._plan_ranks(config), in_full=True)
 
-    def _in_full(self, row: TableRow) -> TableRow:
+    def _plan_in_full(self, row: TableRow) -> TableRow:
         settings = {**dict.fromkeys(_find_fullest_ranks(row.config)), row.rank: row.settings}
         return make_row(row.config, self._plan_ranks(row.config, settings), in_full=True)
 

@@ -14,11 +14,11 @@ from fzero.tuning._row import TableRow, row_from
 from fzero.tuning._search_space import Configuration
 from fzero.tuning.machines import Machine, cache_folder, write_atomically
 
-__all__ = ["PlanCache"]
+__all__ = ["RowCache"]
 
 
 @dataclass(frozen=True)
-class PlanCache:
+class RowCache:
     """Reads and writes the cached rows of one step on one machine.
 
     Attributes:

@@ -227,4 +227,4 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(cache):
 
 def test_the_code_of_fzero_is_part_of_the_key():
     assert len(_row_cache._hash_source()) == 64
-    assert _row_cache.PlanCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
+    assert _row_cache.RowCache("a", H100)._path(Configuration(1, 1, 1)).suffix == ".json"
