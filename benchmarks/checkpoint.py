@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import fzero
 from benchmarks.report import publish, table
 from fzero import optim, tree
-from fzero.checkpoint.layout import PAGE_BYTES, File, Manifest, header, parse
+from fzero.checkpoint.layout import PAGE_BYTES, File, Manifest, parse_manifest, safetensors_header
 from fzero.checkpoint.layout._ranges import Leaf, LeafGroup, TreeLayout
 
 LAYERS = 8
@@ -141,7 +141,7 @@ def manifest_of(ranks: int, layers: int = 96) -> bytes:
     layout = TreeLayout((("dp", ranks),), tuple(leaves), tuple(groups), {}, {"step": 1})
     files = []
     for r in range(ranks):
-        size = len(header(layout, r)) + layout.starts(r)[-1]
+        size = len(safetensors_header(layout, r)) + layout.starts(r)[-1]
         files.append(File(size, "0123456789abcdef" * -(-size // PAGE_BYTES)))
     return Manifest.of("0" * 16, layout, files).encode()
 
@@ -152,7 +152,7 @@ def time_parsing(ranks: int) -> tuple[int, float]:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        parse(data)
+        parse_manifest(data)
         times.append(1e3 * (time.perf_counter() - start))
     return len(data), statistics.median(times)
 

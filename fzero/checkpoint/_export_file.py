@@ -15,7 +15,7 @@ from fzero.checkpoint._files import Files, files_at
 from fzero.checkpoint._folder import read_complete
 from fzero.checkpoint._inspect import fill_leaf
 from fzero.checkpoint._tensor_bytes import view_bytes
-from fzero.checkpoint.layout import NAMES, Leaf, Manifest, TreeLayout
+from fzero.checkpoint.layout import SAFETENSORS_NAMES, Leaf, Manifest, TreeLayout
 
 __all__ = ["export"]
 
@@ -150,7 +150,7 @@ def _header_bytes(files: Files, layout: TreeLayout, names: dict[str, int], dtype
                 f"{files.path!r}: leaf {leaf.path!r} is {leaf}, a dtype that safetensors does not have: use --torch"
             )
         end = offset + leaf.numel * kind.itemsize
-        entries[name] = {"dtype": NAMES[kind], "shape": list(leaf.shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": SAFETENSORS_NAMES[kind], "shape": list(leaf.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 8)

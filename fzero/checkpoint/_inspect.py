@@ -95,7 +95,7 @@ def fill_leaf(files: Files, manifest: Manifest, index: int, x: torch.Tensor) -> 
     by_file: dict[int, list[ReadRequest]] = {}
     if not x.numel():  # nothing is read, so only the files' sizes show whether the leaf has no elements
         for rank in range(manifest.layout.ranks):
-            manifest.base(rank)
+            manifest.data_start(rank)
     for writer, request in read_requests(manifest, index, ChunkRange(full_chunk(tuple(x.shape)), 0, x.numel()), x, 0):
         by_file.setdefault(writer, []).append(request)
     for writer, requests in sorted(by_file.items()):

@@ -264,7 +264,7 @@ def read_requests(
     size = x.element_size()
     for writer, piece_offset, numel in manifest.layout.writers(leaf, target):
         for run in runs(numel, target):
-            start = manifest.base(writer) + piece_offset + run.source_offset * size
+            start = manifest.data_start(writer) + piece_offset + run.source_offset * size
             yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
 
 
@@ -282,7 +282,7 @@ def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[R
             start, stop = page * PAGE_BYTES, min(page * PAGE_BYTES + PAGE_BYTES, file.size)
             views, finish = _page_buffers(parts, start, stop, memoryview(scratch))
             files.read_into(name, start, views)
-            if xxh3_checksum(views) != file.sum(page):
+            if xxh3_checksum(views) != file.page_checksum(page):
                 raise DamagedError(
                     f"{files.path!r}: {name} is damaged: bytes {start} to {stop} are not what was written"
                     + _leaf_names(manifest, rank, start, stop)
@@ -350,7 +350,7 @@ def _page_buffers(
 
 def _leaf_names(manifest: Manifest, rank: int, start: int, stop: int) -> str:
     """Name the first leaves that lie in a range of bytes of a file."""
-    offset = manifest.base(rank)
+    offset = manifest.data_start(rank)
     names = []
     for piece in manifest.layout.owned_pieces(rank):
         leaf = manifest.layout.leaves[piece.leaf]

@@ -29,10 +29,10 @@ from fzero.checkpoint.layout import (
     PlainMemory,
     TreeLayout,
     data_name,
-    header,
     layout_text,
     local_tree,
-    parse,
+    parse_manifest,
+    safetensors_header,
     xxh3_checksum,
 )
 from fzero.ranks import Mesh, all_gather_numbers, checksum
@@ -296,7 +296,7 @@ class _SaveRun:
         if not errors and isinstance(self.files, SharedMemory) and self.files.is_host_leader:
             data = self.channel.wait_for("manifest", 0).encode()
             self.files.put(MANIFEST, data)
-            self._remove_leftovers(parse(data))
+            self._remove_leftovers(parse_manifest(data))
         return errors
 
     def _file_name(self, rank: int) -> str:
@@ -304,7 +304,7 @@ class _SaveRun:
 
     def _write_files(self) -> dict[int, File]:
         return {
-            rank: _write_file(self.files, self._file_name(rank), header(self.layout, rank), rows)
+            rank: _write_file(self.files, self._file_name(rank), safetensors_header(self.layout, rank), rows)
             for rank, rows in self.ranges.items()
         }
 
@@ -334,17 +334,17 @@ def _is_data_file(name: str) -> bool:
 def _write_file(files: Files, name: str, head: bytes, ranges: Sequence[_TensorRange]) -> File:
     """Write a file, and compute the checksum of each page."""
     size = 0
-    sums: list[str] = []
+    checksums: list[str] = []
 
     def pages() -> Iterator[list[memoryview]]:
         nonlocal size
         for page in _file_pages(head, ranges):
-            sums.append(xxh3_checksum(page))
+            checksums.append(xxh3_checksum(page))
             size += sum(len(view) for view in page)
             yield page
 
     files.write(name, pages())
-    return File(size, "".join(sums))
+    return File(size, "".join(checksums))
 
 
 def _file_pages(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[memoryview]]:

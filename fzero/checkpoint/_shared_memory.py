@@ -19,7 +19,7 @@ from fzero._notice import warn_once
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import LocalFolder
 from fzero.checkpoint._tensor_bytes import view_bytes
-from fzero.checkpoint.layout import MANIFEST, PAGE_BYTES, Manifest, data_name, parse
+from fzero.checkpoint.layout import MANIFEST, PAGE_BYTES, Manifest, data_name, parse_manifest
 from fzero.ranks import Mesh, all_gather_numbers, all_gather_texts
 
 __all__ = ["Hosts", "SharedMemory"]
@@ -215,7 +215,7 @@ class SharedMemory(LocalFolder):
         """
         try:
             data = super().get(MANIFEST)
-            parse(data)
+            parse_manifest(data)
         except (OSError, CheckpointError):
             data = b""
         first: dict[tuple[int, ...], int] = {}  # the length and checksum of each manifest -> the first rank that has it
@@ -224,7 +224,7 @@ class SharedMemory(LocalFolder):
                 first.setdefault(tuple(numbers), rank)
         for rank in first.values():
             data_there = self.hosts.broadcast(data, rank)
-            is_present = [any(x) for x in zip(*self._files_of_ranks(parse(data_there)), strict=True)]
+            is_present = [any(x) for x in zip(*self._files_of_ranks(parse_manifest(data_there)), strict=True)]
             if all(is_present):
                 return data_there
         return None
@@ -267,7 +267,7 @@ class SharedMemory(LocalFolder):
         data = self.manifest()
         if data is None:
             return
-        manifest, own_rank = parse(data), self.hosts.rank
+        manifest, own_rank = parse_manifest(data), self.hosts.rank
         is_on_host = [any(is_there) for is_there in zip(*self._files_of_ranks(manifest)[:ranks], strict=True)]
         self.fetch(manifest, [i for i, is_there in enumerate(is_on_host) if not is_there and i % ranks == own_rank])
         if own_rank < ranks and self.is_host_leader:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.checkpoint import _files
-from fzero.checkpoint.layout import _manifest
+from fzero.checkpoint.layout import SAFETENSORS_NAMES
 from tests.checkpoint.helpers import JSON, body_of, write_manifest
 from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 from tests.helpers import examples
@@ -184,7 +184,7 @@ def test_files_of_a_checkpoint_are_valid_safetensors(saved):
     assert numel == whole["params"]["tp"].numel() and len(ranges) == 4
 
 
-@pytest.mark.parametrize("dtype", list(_manifest.NAMES), ids=str)
+@pytest.mark.parametrize("dtype", list(SAFETENSORS_NAMES), ids=str)
 def test_each_dtype_keeps_its_bits(dtype, tmp_path):
     bits = torch.arange(48, dtype=torch.uint8).view(3, 16) % (2 if dtype == torch.bool else 255)
     x = bits.view(dtype)

@@ -77,7 +77,7 @@ def test_a_manifest_of_many_lists_is_not_parsed(text, tmp_path, monkeypatch):
 
 
 def test_no_manifest_is_written_that_a_load_would_refuse(tmp_path, monkeypatch):
-    monkeypatch.setattr(_manifest, "_MAX_MANIFEST_BYTES", 1 << 10)
+    monkeypatch.setattr(_manifest, "MAX_MANIFEST_BYTES", 1 << 10)
     refused(r"manifest.json would have .* make long values tensors", saved_long, tmp_path)
     monkeypatch.setattr(_bounded_json, "_MAX_CONTAINERS", 10)
     refused(r"a load would refuse manifest.json: it has .* lists and objects", saved_own, tmp_path)

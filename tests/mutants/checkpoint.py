@@ -136,7 +136,7 @@ MUTANTS = [
         Fault("axes of one rank count among those of a value by rank", "_varying_axes", dropped("A.size(B) > 1")),
         Fault("a value of all ranks is read only on axes of its names", "_varying_axes", never("A.size(B) == A.ranks")),
         Fault("a load does not notice that a save replaced its files", "load_files", always("not A(B, C, D)"), FOLDER),
-        Fault("checksums of pages are not compared", "read_pages", never("A(B) != C.sum(D)"), DAMAGE),
+        Fault("checksums of pages are not compared", "read_pages", never("A(B) != C.page_checksum(D)"), DAMAGE),
         Fault(
             "the bytes between leaves are not in the checksum", "_page_buffers", becomes("A += B", "A += 0 * B"), DAMAGE
         ),
@@ -267,18 +267,20 @@ MUTANTS = [
             INPUT,
         ),
     ),
-    *File("checkpoint/layout/_manifest.py", DAMAGE).faults(
+    *File("checkpoint/layout/_parse_manifest.py", DAMAGE).faults(
         Fault(
-            "a manifest's nonce is not checked", "_parse_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")
+            "a manifest's nonce is not checked", "_build_manifest", becomes("re.fullmatch('[0-9a-f]{16}', A)", "True")
         ),
-        Fault("a manifest's checksum is not compared", "parse", dropped("int(frame[1], 16) != A")),
-        Fault("leaves larger than their files are accepted", "_parse_manifest", always("A <= B(C.size for C in D)")),
+        Fault("a manifest's checksum is not compared", "parse_manifest", dropped("int(frame[1], 16) != A")),
+        Fault("leaves larger than their files are accepted", "_check_files", always("A <= B(C.size for C in D)")),
+    ),
+    *File("checkpoint/layout/_parse_manifest.py", FUZZ).faults(
+        Fault("a manifest of any length is read", "read_manifest", never("A > B")),
+        Fault("a leaf may have a million dimensions", "_parse_leaf", always("len(A) <= B")),
     ),
     *File("checkpoint/layout/_manifest.py", FUZZ).faults(
-        Fault("a manifest of any length is read", "read_manifest", never("A > B")),
         Fault("a manifest is written that no load reads", "Manifest.encode", never("len(A) > B")),
         Fault("a manifest of many lists is written", "Manifest.encode", skipped("check_containers(A)")),
-        Fault("a leaf may have a million dimensions", "_parse_leaf", always("len(A) <= B")),
     ),
     *File("checkpoint/layout/_bounded_json.py", FUZZ).faults(
         Fault("a small text takes all memory", "check_containers", never("count > _MAX_CONTAINERS")),

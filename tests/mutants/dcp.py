@@ -27,7 +27,7 @@ MUTANTS = [
     *File("checkpoint/dcp/_leaf_names.py", FUZZ).faults(
         Fault(
             "a damaged key renames a part of a value",
-            "stored_names",
+            "_keys_below",
             dropped("'.'.join(map(str, A)) != B"),
         ),
     ),

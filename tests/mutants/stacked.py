@@ -83,9 +83,11 @@ MUTANTS = [
     ),
     *File("checkpoint/layout/_manifest.py", CHECKPOINT).faults(
         Fault("every manifest has version 2", "Manifest.text", always("any(A.B for A in C.D)")),
-        Fault("a coordinate beyond the axis is accepted", "_make_group", becomes("A < B[C]", "A >= 0")),
-        Fault("a copy of no leaf is accepted", "_make_group", becomes("set(A.B)", "set()")),
-        Fault("a leaf with copies only is accepted", "_parse_manifest", dropped("A not in B.C")),
+    ),
+    *File("checkpoint/layout/_parse_manifest.py", CHECKPOINT).faults(
+        Fault("a coordinate beyond the axis is accepted", "_check_group", becomes("A < B[C]", "A >= 0")),
+        Fault("a copy of no leaf is accepted", "_check_group", becomes("set(A.B)", "set()")),
+        Fault("a leaf with copies only is accepted", "_build_manifest", dropped("A not in B.C")),
     ),
     *File("checkpoint/layout/_json_values.py", CHECKPOINT).faults(
         Fault("a None in place of another rank's blocks is not kept", "_value_like", never("A(B.get(C))")),

@@ -53,16 +53,19 @@ def name_leaves(layout: TreeLayout, name: NameMap | None) -> dict[str, str]:
     named_paths += [
         (part, path) for path, value in layout.values.items() for part, _, _ in flatten_value(names[path], (), value)
     ]
-    first: dict[str, str] = {}
+    path_of_name: dict[str, str] = {}
     for n, path in named_paths:
-        if n in first:
-            raise ValueError(f"leaves {first[n]!r} and {path!r} have one name, {n!r}: expected a name for each")
-        first[n] = path
+        if n in path_of_name:
+            raise ValueError(f"leaves {path_of_name[n]!r} and {path!r} have one name, {n!r}: expected a name for each")
+        path_of_name[n] = path
     return names
 
 
 def flatten_value(name: str, keys: KeyPath, value: Any) -> Iterator[tuple[str, KeyPath, Any]]:
-    """List the parts of a JSON value that DCP names: the items of dicts, and of lists that hold dicts."""
+    """Yield the name, the keys and the value of each part of a JSON value that DCP names.
+
+    The parts are the items of dicts, and of lists that hold dicts.
+    """
     parts: Sequence[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         parts = list(value.items())
@@ -94,21 +97,23 @@ def stored_names(name: str, metadata: Metadata) -> dict[str, KeyPath]:
     entries = metadata.state_dict_metadata
     if name in entries:
         return {name: ()}
-    parts: dict[str, KeyPath] = {}
     start = f"{name}." if name else ""
-    for part in entries:
-        if part.startswith(start):
-            keys = all_keys.get(part) if isinstance(all_keys := metadata.planner_data, dict) else None
-            if not isinstance(keys, tuple) or ".".join(map(str, keys)) != part:  # a foreign planner's, or damaged
-                keys = ()
-            depths = [i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name]
-            parts[part] = keys[depths[0] :] if depths else tuple(part[len(start) :].split("."))
-    return parts
+    parts = [part for part in entries if part.startswith(start)]
+    return {part: _keys_below(name, part, metadata) or tuple(part[len(start) :].split(".")) for part in parts}
+
+
+def _keys_below(name: str, part: str, metadata: Metadata) -> KeyPath:
+    """Return the keys from a value to its part, as the planner that saved them noted; () if it noted none."""
+    keys = metadata.planner_data.get(part) if isinstance(metadata.planner_data, dict) else None
+    if not isinstance(keys, tuple) or ".".join(map(str, keys)) != part:  # a foreign planner's, or damaged
+        return ()
+    depth = next((i for i in range(len(keys)) if ".".join(map(str, keys[:i])) == name), None)
+    return () if depth is None else keys[depth:]
 
 
 def keys_at(path: str, name: str, keys: dict[str, KeyPath]) -> KeyPath:
     """Return the keys that lead to a leaf in the nested dict that DCP builds. The first key is a string."""
     if name != path:
         return (name,)
-    first, *rest = keys.get(path) or (path,)
-    return (str(first), *rest)
+    first_key, *inner_keys = keys.get(path) or (path,)
+    return (str(first_key), *inner_keys)

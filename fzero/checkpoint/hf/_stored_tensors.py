@@ -8,7 +8,7 @@ import torch
 
 from fzero.checkpoint._error import CheckpointError, DamagedError
 from fzero.checkpoint._files import Files
-from fzero.checkpoint.layout import DTYPES, parse_json
+from fzero.checkpoint.layout import DTYPES_BY_NAME, parse_json
 
 __all__ = ["INDEX", "SINGLE", "FolderTensors", "StoredTensor", "tensors_in"]
 
@@ -37,7 +37,7 @@ class StoredTensor(NamedTuple):
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of its elements; None if it cannot be read here, such as packed 4-bit numbers."""
-        return None if self.kind == "C128" else DTYPES.get(self.kind)  # only fzero's own checkpoints have C128
+        return None if self.kind == "C128" else DTYPES_BY_NAME.get(self.kind)  # only fzero's own checkpoints have C128
 
     def __str__(self) -> str:
         kind = self.kind if self.dtype is None else str(self.dtype).removeprefix("torch.")

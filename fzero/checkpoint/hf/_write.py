@@ -19,7 +19,7 @@ from fzero.checkpoint._files import LocalFolder, files_at, hold_lock
 from fzero.checkpoint._tensor_bytes import byte_views, view_bytes
 from fzero.checkpoint.hf._named_leaves import NamedLeaf, named_leaves
 from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE, StoredTensor
-from fzero.checkpoint.layout import NAMES, ChunkRange, LocalTree, full_chunk, local_tree, runs
+from fzero.checkpoint.layout import SAFETENSORS_NAMES, ChunkRange, LocalTree, full_chunk, local_tree, runs
 from fzero.ranks import Mesh, is_leader
 from fzero.sharding import slice_elements
 from fzero.tree import Tree
@@ -86,7 +86,8 @@ def write(
         ['model.safetensors']
     """
     files = _open_local(folder)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
+    is_storable = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in SAFETENSORS_NAMES
+    if dtype is not None and not is_storable:
         raise TypeError(f"dtype={dtype!r}: expected a floating dtype, such as torch.bfloat16, or None")
     check_int("max_file", max_file, 1, "a number of bytes, such as 5_000_000_000")
 
@@ -154,8 +155,8 @@ def _lay_out_file(name: str, leaves: Sequence[tuple[NamedLeaf, torch.dtype]]) ->
     for leaf, kind in sorted(leaves, key=lambda x: -x[1].itemsize):
         end = offset + leaf.leaf.numel * kind.itemsize
         shape = leaf.leaf.shape
-        entries[leaf.names[0]] = {"dtype": NAMES[kind], "shape": list(shape), "data_offsets": [offset, end]}
-        ranges.append((leaf.index, StoredTensor(name, NAMES[kind], shape, offset)))
+        entries[leaf.names[0]] = {"dtype": SAFETENSORS_NAMES[kind], "shape": list(shape), "data_offsets": [offset, end]}
+        ranges.append((leaf.index, StoredTensor(name, SAFETENSORS_NAMES[kind], shape, offset)))
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)

@@ -4,28 +4,17 @@ from fzero.checkpoint.layout._bounded_json import parse_json
 from fzero.checkpoint.layout._chunks import ChunkRange, full_chunk, rectangles, runs
 from fzero.checkpoint.layout._json_values import is_empty, is_none, possible_paths, values_like
 from fzero.checkpoint.layout._local_tree import LocalPiece, LocalTree, PlainMemory, is_entry, local_tree
-from fzero.checkpoint.layout._manifest import (
-    DTYPES,
-    MANIFEST,
-    NAMES,
-    PAGE_BYTES,
-    File,
-    Manifest,
-    data_name,
-    header,
-    layout_text,
-    parse,
-    read_manifest,
-    xxh3_checksum,
-)
+from fzero.checkpoint.layout._manifest import MANIFEST, PAGE_BYTES, File, Manifest, layout_text, xxh3_checksum
+from fzero.checkpoint.layout._parse_manifest import parse_manifest, read_manifest
 from fzero.checkpoint.layout._ranges import Leaf, TreeLayout
+from fzero.checkpoint.layout._safetensors import DTYPES_BY_NAME, SAFETENSORS_NAMES, data_name, safetensors_header
 from fzero.checkpoint.layout._unit_parts import LeafSource
 
 __all__ = [
-    "DTYPES",
+    "DTYPES_BY_NAME",
     "MANIFEST",
-    "NAMES",
     "PAGE_BYTES",
+    "SAFETENSORS_NAMES",
     "ChunkRange",
     "File",
     "Leaf",
@@ -37,18 +26,18 @@ __all__ = [
     "TreeLayout",
     "data_name",
     "full_chunk",
-    "header",
     "is_empty",
     "is_entry",
     "is_none",
     "layout_text",
     "local_tree",
-    "parse",
     "parse_json",
+    "parse_manifest",
     "possible_paths",
     "read_manifest",
     "rectangles",
     "runs",
+    "safetensors_header",
     "values_like",
     "xxh3_checksum",
 ]

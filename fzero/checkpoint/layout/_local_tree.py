@@ -10,8 +10,8 @@ import torch
 from fzero import tree
 from fzero.checkpoint.layout._chunks import ChunkRange
 from fzero.checkpoint.layout._json_values import is_json
-from fzero.checkpoint.layout._manifest import NAMES
 from fzero.checkpoint.layout._ranges import Leaf, LeafGroup, LeafPiece, TreeLayout
+from fzero.checkpoint.layout._safetensors import SAFETENSORS_NAMES
 from fzero.checkpoint.layout._unit_parts import LeafSource, UnitPart, in_tree_order, list_unit_parts
 from fzero.ranks import Mesh
 from fzero.sharding import PerRank, Shard, Spec, check_sharded_for, is_box, sharded_units
@@ -179,7 +179,7 @@ class _LocalTreeBuilder:
         per_rank: bool = False,
         source: LeafSource | None = None,
     ) -> int:
-        if dtype not in NAMES:
+        if dtype not in SAFETENSORS_NAMES:
             raise TypeError(f"{self.label} leaf {path!r} has dtype {dtype}, which a checkpoint cannot hold")
         self._add_path(path, source)
         self.leaves.append(Leaf(path, tuple([int(n) for n in shape]), dtype, per_rank))

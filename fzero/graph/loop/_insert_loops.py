@@ -105,15 +105,26 @@ def _compare_runs(graph: Graph, iteration: _TracedIteration) -> None:
         raise NotScannableError("the step drops the loss, which is needed to compare two micro-batches")
     all_nodes = list(graph.nodes)
     nodes_again = all_nodes[all_nodes.index(second_run) + 1 : all_nodes.index(end)]
-    x, _, results, second_results = end.args
-    second, varying = _ancestors_among(second_results, nodes_again), _varying_nodes(iteration)
-    removable = {*second, end}
+    _match_nodes(iteration, second_run, end, nodes_again)
+    _remove_second_run(graph, second_run, end, nodes_again)
+
+
+def _match_nodes(iteration: _TracedIteration, second_run: Node, end: Node, nodes_again: list[Node]) -> None:
+    """Find for each node of the second run an equal node of the first, and compare the results.
+
+    Raises:
+        NotScannableError: if a node has no equal, depends on the first micro-batch, or is used after the comparison.
+    """
+    _, _, results, second_results = end.args
+    second_nodes, varying = _ancestors_among(second_results, nodes_again), _varying_nodes(iteration)
+    removable = {*second_nodes, end}
     representatives: dict[Node, Node] = {second_run: iteration.start}  # for each node, the representative of its equals
-    first: dict[Any, Node] = {}
+    node_of_description: dict[Any, Node] = {}
     for n in iteration.nodes[1:]:
-        representatives[n] = _passed_value(n, representatives) or first.setdefault(describe(n, representatives), n)
-    for n in second:
-        match = _passed_value(n, representatives) or first.get(describe(n, representatives))
+        equal_node = _passed_value(n, representatives)
+        representatives[n] = equal_node or node_of_description.setdefault(describe(n, representatives), n)
+    for n in second_nodes:
+        match = _passed_value(n, representatives) or node_of_description.get(describe(n, representatives))
         depends_on_first = any(a in varying for a in n.all_input_nodes)  # state that the first micro-batch left behind
         if match is None or depends_on_first or any(u not in removable for u in n.users):
             where = node_line(n) or str(n.target)
@@ -122,7 +133,10 @@ def _compare_runs(graph: Graph, iteration: _TracedIteration) -> None:
     pairs: Any = zip(results, second_results, strict=True)  # pyright: ignore[reportArgumentType]
     if any(representatives.get(a, a) is not representatives.get(b, b) or b in varying for a, b in pairs):
         raise NotScannableError("the second micro-batch returns something other than the first")
-    end.replace_all_uses_with(x)  # pyright: ignore[reportArgumentType]
+
+
+def _remove_second_run(graph: Graph, second_run: Node, end: Node, nodes_again: list[Node]) -> None:
+    end.replace_all_uses_with(end.args[0])  # pyright: ignore[reportArgumentType]
     graph.erase_node(end)
     for n in reversed(nodes_again):  # unused random draws among them
         if not n.users:
