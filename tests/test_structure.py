@@ -392,13 +392,10 @@ def test_public_names_are_documented():
 
 
 def test_a_file_is_one_idea():
-    for path in FILES:
-        assert len(text_of(path).splitlines()) <= 500, path
-
-
-def test_a_file_of_tests_is_one_idea():
-    for path in python_files("tests"):
-        assert len(text_of(path).splitlines()) <= 600, f"{path}: move one of its ideas to a file of its own"
+    for limit, folder in [(500, "fzero"), (600, "tests")]:
+        for path in python_files(folder):
+            count = len(text_of(path).splitlines())
+            assert count <= limit, f"{path}: {count} lines of at most {limit}: move one idea into a file of its own"
 
 
 def titles(text: str) -> list[str]:

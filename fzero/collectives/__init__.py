@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fzero._names import missing_names
 from fzero.collectives import gloo
 from fzero.collectives._check_copies import DeferredCheck, check_copies
+from fzero.collectives._invariant import all_gather_invariant, mark_invariant, psum_invariant, pvary
 from fzero.collectives._messages import receive, send
 from fzero.collectives._moves import all_to_all, broadcast, group_all_to_all, ppermute
 from fzero.collectives._record import CollectiveEvent, CollectiveLog, record
@@ -14,18 +15,14 @@ from fzero.collectives._sums import (
     ALL_GATHER,
     REDUCE_SCATTER,
     all_gather,
-    all_gather_invariant,
     check_dim,
     group_all_gather,
     group_psum,
     group_psum_scatter,
-    mark_invariant,
     own_part,
     pmean,
     psum,
-    psum_invariant,
     psum_scatter,
-    pvary,
     start_all_gather,
     start_psum,
     wait_tensor,
@@ -101,9 +98,9 @@ INTERNAL = [
     "group_all_to_all",
     "group_psum",
     "group_psum_scatter",
-    "move_to_front",
     "mapped_binding",
     "mark_invariant",
+    "move_to_front",
     "own_part",
     "start_all_gather",
     "start_psum",

@@ -5,15 +5,10 @@ replicated value is a separate input. So `psum` is its own transpose, like in JA
 `shard_map(check_vma=False)`. `torch.func.grad` inside a rank program computes d(sum over ranks of the loss) / d(this
 rank's inputs).
 
-If the ranks compute one loss together, each from its part of the weights, a replicated value is one value. `pvary`,
-Megatron's f (arXiv:1909.08053), uses it on every rank; its transpose is the sum. Megatron's g, `psum_invariant`, sums
-partial results; its transpose is `pvary`. With `psum` the gradients would be n times too large. JAX's
-`shard_map(check_vma=True)` tells the two families apart by type. Here they have separate names, and a simulation checks
-that invariant inputs are equal on all ranks.
+If the ranks compute one loss together, use the collectives of `_invariant`.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +23,6 @@ from fzero.collectives import gloo
 from fzero.collectives._check_copies import note_call
 from fzero.collectives._table import (
     COPIES,
-    INVARIANT,
     DimOptions,
     LinearMap,
     NoOptions,
@@ -40,23 +34,24 @@ from fzero.tree import Tree
 
 __all__ = [
     "ALL_GATHER",
+    "ALL_REDUCE",
+    "OWN_PART",
     "REDUCE_SCATTER",
     "all_gather",
-    "all_gather_invariant",
     "check_dim",
+    "check_dim_options",
+    "check_number",
     "check_tensor",
     "group_all_gather",
     "group_psum",
     "group_psum_scatter",
-    "mark_invariant",
     "own_part",
     "pmean",
     "psum",
-    "psum_invariant",
     "psum_scatter",
-    "pvary",
     "start_all_gather",
     "start_psum",
+    "summed_axes",
     "wait_tensor",
 ]
 
@@ -127,11 +122,7 @@ def _all_ranks_pad(n: int, options: DimOptions, xs: Tensors) -> Tensors:
     return [parts.movedim(1, dim - 1).flatten(dim - 1, dim)]
 
 
-def _local_same(binding: Binding, options: NoOptions, xs: Tensors) -> Tensors:
-    return [xs[0].view_as(xs[0])]
-
-
-_ALL_REDUCE = RankOperation(
+ALL_REDUCE = RankOperation(
     "all_reduce",
     all_ranks=lambda n, options, xs: [xs[0].sum(0, dtype=xs[0].dtype)],
     local=lambda binding, options, xs: [group_psum(xs[0], binding)],
@@ -148,7 +139,7 @@ REDUCE_SCATTER = RankOperation(
     local=lambda binding, options, xs: [group_psum_scatter(xs[0], binding, options.dim)],
     detail=_dim_text,
 )
-_ALL_REDUCE_STARTED = _ALL_REDUCE._replace(
+_ALL_REDUCE_STARTED = ALL_REDUCE._replace(
     local=lambda binding, options, xs: [
         c10d.all_reduce(xs[0].contiguous(), "sum", binding.group) if xs[0].numel() else xs[0].clone()
     ]
@@ -158,25 +149,7 @@ _ALL_GATHER_STARTED = ALL_GATHER._replace(
         c10d.all_gather_into_tensor(xs[0].contiguous(), binding.size, binding.group) if xs[0].numel() else xs[0].clone()
     ]
 )
-_VARY = RankOperation(
-    "",
-    all_ranks=lambda n, options, xs: [xs[0]],
-    uniform=lambda n, options, xs: [xs[0].expand(n, *xs[0].shape)],
-    local=_local_same,
-)
-_JOIN_COPIES = RankOperation(
-    "",
-    all_ranks=lambda n, options, xs: [xs[0][0]],
-    uniform=lambda n, options, xs: [xs[0]],
-    local=_local_same,
-)
-_DIVIDE = RankOperation(
-    "",
-    all_ranks=lambda n, options, xs: [xs[0][0] / n],
-    uniform=lambda n, options, xs: [xs[0] / n],
-    local=lambda binding, options, xs: [xs[0] / binding.size],
-)
-_OWN_PART = RankOperation(
+OWN_PART = RankOperation(
     "",
     all_ranks=_all_ranks_own_part,
     uniform=lambda n, options, xs: [_view_by_rank(xs[0], n, options.dim)],
@@ -186,24 +159,17 @@ _PAD = RankOperation("", all_ranks=_all_ranks_pad, local=_local_pad)
 
 
 add_rows(
-    LinearMap("psum", _ALL_REDUCE, "psum", output=COPIES),
+    LinearMap("psum", ALL_REDUCE, "psum", output=COPIES),
     LinearMap("start_psum", _ALL_REDUCE_STARTED, "", output=COPIES),
     LinearMap("start_all_gather", _ALL_GATHER_STARTED, "", output=COPIES),
-    LinearMap("psum_invariant", _ALL_REDUCE, "pvary", output=INVARIANT),
-    LinearMap("pvary", _VARY, "psum_invariant", input=INVARIANT),
     LinearMap("all_gather", ALL_GATHER, "psum_scatter", output=COPIES),
     LinearMap("psum_scatter", REDUCE_SCATTER, "all_gather"),
-    LinearMap("all_gather_invariant", ALL_GATHER, "own_part_invariant", output=INVARIANT),
-    LinearMap("own_part_invariant", _OWN_PART, "all_gather_invariant", input=INVARIANT),
-    LinearMap("own_part", _OWN_PART, "own_part_padded"),  # in the joint map: the ranks' inputs may differ
+    LinearMap("own_part", OWN_PART, "own_part_padded"),  # in the joint map: the ranks' inputs may differ
     LinearMap("own_part_padded", _PAD, "own_part"),
-    # from the joint map to one value: equal copies become one value, whose gradient they share
-    LinearMap("mark_invariant", _JOIN_COPIES, "share_gradient", input=COPIES, output=INVARIANT),
-    LinearMap("share_gradient", _DIVIDE, "mark_invariant", input=INVARIANT, output=INVARIANT),
 )
 
 
-def _summed_axes(axis: AxisName) -> tuple[Axis, ...]:
+def summed_axes(axis: AxisName) -> tuple[Axis, ...]:
     """Return the axes that a sum runs over. Their order means nothing, so one group may stand for all."""
     return join_axes(in_mesh_order(resolve_axes(axis)))
 
@@ -229,10 +195,10 @@ def psum(x: Tree, axis: AxisName = None) -> Tree:
         >>> fzero.mesh(dp=4).spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index("dp"), "dp"))()
         tensor(6)
     """
-    axes = _summed_axes(axis)
+    axes = summed_axes(axis)
 
     def total(path: str, leaf: Any) -> torch.Tensor:
-        return note_call("psum", axes, apply_along("psum", _as_number(path, leaf), axes, NoOptions()))
+        return note_call("psum", axes, apply_along("psum", check_number(path, leaf), axes, NoOptions()))
 
     return tree.map_with_path(total, x, tree.is_box)
 
@@ -242,7 +208,7 @@ def start_psum(x: torch.Tensor, axis: AxisName) -> torch.Tensor:
 
     On processes it returns while the sum is under way.
     """
-    return apply_along("start_psum", x, _summed_axes(axis), NoOptions())
+    return apply_along("start_psum", x, summed_axes(axis), NoOptions())
 
 
 def start_all_gather(x: torch.Tensor, axis: str) -> torch.Tensor:
@@ -269,10 +235,10 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
         ... )
         tensor(3.)
     """
-    axes, n = _summed_axes(axis), axis_size(axis)
+    axes, n = summed_axes(axis), axis_size(axis)
 
     def mean(path: str, leaf: Any) -> torch.Tensor:
-        x = _as_number(path, leaf)
+        x = check_number(path, leaf)
         if x.is_floating_point() or x.is_complex():
             # divide first, since a sum could overflow in half precision
             return note_call("pmean", axes, apply_along("psum", x / n, axes, NoOptions()))
@@ -281,8 +247,8 @@ def pmean(x: Tree, axis: AxisName = None) -> Tree:
     return tree.map_with_path(mean, x, tree.is_box)
 
 
-def _as_number(path: str, leaf: Any) -> torch.Tensor:
-    """Return a leaf as a tensor that can be summed: bool becomes int64."""
+def check_number(path: str, leaf: Any) -> torch.Tensor:
+    """Check that a leaf is a tensor, and return it as one that can be summed: bool becomes int64."""
     x = check_tensor(path, leaf)
     return x.long() if x.dtype == torch.bool else x
 
@@ -324,7 +290,9 @@ def all_gather(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch
         tensor([1, 2, 3, 4])
     """
     axes = join_axes(resolve_axes(axis))
-    return note_call("all_gather", axes, apply_along("all_gather", x, axes[::-1], _dim_options("all_gather", x, dim)))
+    return note_call(
+        "all_gather", axes, apply_along("all_gather", x, axes[::-1], check_dim_options("all_gather", x, dim))
+    )
 
 
 @api_boundary
@@ -353,7 +321,7 @@ def psum_scatter(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> tor
         tensor([[2],
                 [4]])
     """
-    options, axes = _dim_options("psum_scatter", x, dim), join_axes(resolve_axes(axis))
+    options, axes = check_dim_options("psum_scatter", x, dim), join_axes(resolve_axes(axis))
     dim = check_dim("psum_scatter", x, dim)
     n = math.prod([a.size for a in axes])
     if x.shape[dim] % n:
@@ -374,96 +342,11 @@ def check_dim(name: str, x: Any, dim: int, min_ndim: int = 1) -> int:
     return dim % max(x.ndim, 1)
 
 
-def _dim_options(name: str, x: Any, dim: int) -> DimOptions:
+def check_dim_options(name: str, x: Any, dim: int) -> DimOptions:
     """Check a dimension of a tensor, and return it as a row's options."""
     return DimOptions(check_dim(name, x, dim) - x.ndim)
 
 
-@api_boundary
-def pvary(x: Tree, axis: AxisName = None) -> Tree:
-    """Use a replicated tensor, or tree of tensors, on every rank in its own way: Megatron's f.
-
-    It is the identity. Its transpose sums the ranks' gradients, so that the gradient is replicated too.
-
-    Args:
-        x: a tree of tensors, equal on all ranks of `axis`.
-        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
-            makes this the identity.
-
-    Returns:
-        The tree, to combine with values that differ by rank.
-
-    Raises:
-        ValueError: if an axis is not bound; in a simulation also if `x` differs by rank.
-
-    Example:
-        >>> import fzero, torch
-        >>> f = lambda x, w: fzero.collectives.psum_invariant((fzero.collectives.pvary(x, "tp") * w).sum(), "tp")
-        >>> x, w = torch.ones(2), fzero.PerRank(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        >>> fzero.mesh(tp=2).spmd(torch.func.grad(f))(x, w)
-        tensor([4., 6.])
-    """
-    axes = _summed_axes(axis)
-    return tree.map_with_path(
-        lambda path, leaf: apply_along("pvary", check_tensor(path, leaf), axes, NoOptions()), x, tree.is_box
-    )
-
-
-@api_boundary
-def psum_invariant(x: Tree, axis: AxisName = None) -> Tree:
-    """Sum a tensor, or each tensor of a tree, over ranks that compute one result together: Megatron's g.
-
-    It is like `psum`, but its transpose is `pvary`: the result is one value, and every rank holds its gradient.
-
-    Args:
-        x: a tree of tensors, each rank's part of the sum.
-        axis: an axis name or a tuple of names; `None` for the axes of the running step. Outside any mesh, `None`
-            makes this the identity.
-
-    Returns:
-        The sums, equal on all ranks.
-
-    Raises:
-        ValueError: if an axis is not bound; in a simulation, when differentiated, if the gradient of the result
-            differs by rank.
-
-    Example:
-        >>> import fzero, torch
-        >>> x = fzero.PerRank(torch.tensor([1.0, 2.0]))
-        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.collectives.psum_invariant(x, "tp"))(x)
-        tensor(3.)
-    """
-    axes = _summed_axes(axis)
-    return tree.map_with_path(
-        lambda path, leaf: apply_along("psum_invariant", _as_number(path, leaf), axes, NoOptions()), x, tree.is_box
-    )
-
-
-@api_boundary
-def all_gather_invariant(x: torch.Tensor, axis: AxisName = None, *, dim: int = 0) -> torch.Tensor:
-    """Concatenate the ranks' parts of one tensor along `dim`, in rank order.
-
-    It is like `all_gather`, but its transpose takes this rank's part of the gradient, which is equal on all ranks,
-    without communication. See `all_gather` for arguments and errors.
-
-    Example:
-        >>> import fzero, torch
-        >>> f = lambda x: fzero.collectives.all_gather_invariant(x, "tp").square().sum()
-        >>> x = fzero.PerRank(torch.tensor([[1.0], [2.0]]))
-        >>> fzero.mesh(tp=2).spmd(lambda x: fzero.PerRank(torch.func.grad(f)(x)))(x).value
-        tensor([[2.],
-                [4.]])
-    """
-    return apply_along(
-        "all_gather_invariant", x, join_axes(resolve_axes(axis))[::-1], _dim_options("all_gather_invariant", x, dim)
-    )
-
-
 def own_part(x: torch.Tensor, axis: AxisName, *, dim: int = 0) -> torch.Tensor:
     """Return this rank's part `[.., k, ..]` of a replicated tensor `[.., n k, ..]`."""
-    return apply_along("own_part", x, join_axes(resolve_axes(axis)), _dim_options("own_part", x, dim))
-
-
-def mark_invariant(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
-    """Mark equal copies on the ranks of `axes` as one replicated value, so that the ranks share one gradient."""
-    return apply_along("mark_invariant", x, axes, NoOptions())
+    return apply_along("own_part", x, join_axes(resolve_axes(axis)), check_dim_options("own_part", x, dim))

@@ -6,24 +6,24 @@ from tests.mutants.mutant import AXES, GLOO, STEP, Fault, File, on_processes
 MUTANTS = [
     *File("collectives/_sums.py").faults(
         Fault(
+            "pmean divides after the sum, which overflows in half precision",
+            "pmean.mean",
+            becomes("A('psum', B / C, D, E())", "A('psum', B, D, E()) / C"),
+        ),
+        Fault("a user's vmap shifts the dimension of a collective", "check_dim_options", bare("A - B.ndim")),
+        Fault("pmean of integers returns floats", "pmean.mean", becomes("(A // B).to(C.dtype)", "A / B")),
+    ),
+    *File("collectives/_invariant.py", AXES).faults(
+        Fault(
             "the transpose of pvary sums nothing",
             "",
             becomes('A("pvary", B, "psum_invariant", input=C)', 'A("pvary", B, "pvary", input=C)'),
-            AXES,
         ),
         Fault(
             "the transpose of psum_invariant sums again",
             "",
             becomes('A("psum_invariant", B, "pvary", output=C)', 'A("psum_invariant", B, "psum_invariant", output=C)'),
-            AXES,
         ),
-        Fault(
-            "pmean divides after the sum, which overflows in half precision",
-            "pmean.mean",
-            becomes("A('psum', B / C, D, E())", "A('psum', B, D, E()) / C"),
-        ),
-        Fault("a user's vmap shifts the dimension of a collective", "_dim_options", bare("A - B.ndim")),
-        Fault("pmean of integers returns floats", "pmean.mean", becomes("(A // B).to(C.dtype)", "A / B")),
     ),
     *File("collectives/_table.py").faults(
         Fault("a vmap inside a rank program is taken for the axis", "_ApplyLinearMap.vmap", never("A[0] is None")),
