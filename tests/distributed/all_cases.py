@@ -6,11 +6,13 @@ from tests.distributed import (
     axes_cases,
     cases,
     checkpoint_cases,
+    compiler_cases,
     context_cases,
     expert_cases,
     jit_cases,
     local_cases,
     pipeline_cases,
+    schedule_cases,
     tensor_cases,
     training_cases,
 )
@@ -27,6 +29,8 @@ MODULES: dict[str, ModuleType] = {
     "tensor": tensor_cases,
     "context": context_cases,
     "local": local_cases,
+    "schedules": schedule_cases,
+    "compilers": compiler_cases,
     "jit": jit_cases,
 }
 

@@ -31,7 +31,9 @@ PRELOAD = (
     "tests.distributed.axes_cases",
     "tests.distributed.cases",
     "tests.distributed.checkpoint_cases",
+    "tests.distributed.compiler_cases",
     "tests.distributed.jit_cases",
+    "tests.distributed.schedule_cases",
     "tests.distributed.training_cases",
 )
 

@@ -1,7 +1,10 @@
-"""Real processes on gloo run `cases.py`, each of whose cases compares with unsharded training, and `jit_cases.py`,
-whose cases compare jitted steps with eager ones; `axes_cases.py` has several axes, `training_cases.py` half precision
-and what goes with it, `expert_cases.py` experts, `pipeline_cases.py` stages, `tensor_cases.py` tensor
-parallelism, `context_cases.py` context parallelism, and `local_cases.py` replicas that train apart."""
+"""Real processes on gloo run the cases of modules.
+
+`cases.py` compares with unsharded training. `jit_cases.py`, `schedule_cases.py` and `compiler_cases.py` compare jitted
+steps with eager ones. `axes_cases.py` has several axes, and `training_cases.py` half precision and what goes with it.
+`expert_cases.py` has experts, `pipeline_cases.py` stages, `tensor_cases.py` tensor parallelism, `context_cases.py`
+context parallelism, and `local_cases.py` replicas that train apart.
+"""
 
 import time
 
@@ -15,7 +18,8 @@ from tests.distributed.all_cases import MODULES, quick
 from tests.distributed.launch import python, torchrun, world
 from tests.parallel.pipeline.model import loss_of, params_of, train_plainly
 
-TWO = ("core", "training", "checkpoint", "experts", "pipeline", "tensor", "context", "jit")
+JIT = ("schedules", "compilers", "jit")
+TWO = ("core", "training", "checkpoint", "experts", "pipeline", "tensor", "context", *JIT)
 FOUR = ("axes", "local")
 
 
@@ -36,7 +40,8 @@ def test_cases_of_one_module_hold_on_processes(name, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name,ranks", [("core", 2), ("jit", 2), ("axes", 4), ("pipeline", 2), ("pipeline", 4), ("tensor", 2)]
+    "name,ranks",
+    [("core", 2), *((name, 2) for name in JIT), ("axes", 4), ("pipeline", 2), ("pipeline", 4), ("tensor", 2)],
 )
 def test_slow_cases_hold_on_processes(name, ranks):
     check(ranks, MODULES[name].__name__, list(MODULES[name].SLOW))

@@ -65,7 +65,7 @@ MUTANTS = [
             "a rank is sent the entry of another rank",
             "_exchange",
             becomes("target", "source", at="3 of 4"),
-            on_processes("core", 4),
+            on_processes("core", ranks=4),
         ),
         Fault("internal messages have tags that users may use", "_TAGS", becomes("(1 << 20, 1 << 20)", "(0, 1 << 20)")),
         Fault("reduce_scatter sums whatever reduction is asked for", "reduce_scatter", dropped("A != 'sum'")),

@@ -18,6 +18,7 @@ from tests.mutants.mutant import (
     DONATION,
     IN_PLACE,
     JIT,
+    JIT_ON_GLOO,
     LENGTHS,
     LIVE_RANGES,
     LOOP_PLANS,
@@ -25,6 +26,7 @@ from tests.mutants.mutant import (
     OPS,
     PASS_MANAGER,
     SLICE_OF_GATHER,
+    SLOW_JIT_ON_GLOO,
     UNROLLED,
     Fault,
     File,
@@ -36,7 +38,6 @@ FUSED = ("tests/graph/passes/test_fused.py",)
 RECAST = ("tests/graph/passes/test_recast.py",)
 COLLECTOR = ("tests/graph/test_collector.py",)
 CARRY = ("tests/graph/passes/test_carry.py",)
-ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 PLAN = ("tests/graph/test_plan.py",)
 SUBGRAPHS = ("tests/graph/planning/test_subgraphs.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
@@ -78,7 +79,7 @@ MUTANTS = [
             '"inductor-whole" gets graphs with in-place writes',
             "_pass_context",
             (never("A.backend == 'inductor-whole'"), in_symbol("_trace_step", never("A.backend == 'inductor-whole'"))),
-            SLOW_ON_GLOO,
+            SLOW_JIT_ON_GLOO,
         ),
         Fault(
             "a slot of a donated box prints as if it were alive",
@@ -89,7 +90,10 @@ MUTANTS = [
     *File("graph/planning/_live_ranges.py", WORKSPACE).faults(
         Fault("operands of other iterations take no memory", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
         Fault(
-            "what an iteration leaves behind is counted twice", "_unlabeled_ranges", skipped("A[B] += 1"), SLOW_ON_GLOO
+            "what an iteration leaves behind is counted twice",
+            "_unlabeled_ranges",
+            skipped("A[B] += 1"),
+            SLOW_JIT_ON_GLOO,
         ),
         Fault(
             "an iteration's unfinished reductions end with the iteration",
@@ -341,7 +345,7 @@ MUTANTS = [
             "strides are not in the key of a trace",
             "call_key",
             becomes("arguments.A", "()", at="6 of 8"),
-            ON_GLOO,
+            JIT_ON_GLOO,
         ),
     ),
     *File("graph/ir/_storages.py", SLICE_OF_GATHER).faults(
@@ -489,7 +493,7 @@ MUTANTS = [
             "ranks do not agree on whether a length needs a trace",
             "AnyLength._find_formula",
             never("A is not None and A.distributed"),
-            SLOW_ON_GLOO,
+            SLOW_JIT_ON_GLOO,
         ),
         Fault(
             "lengths that take another branch are used to fit the sizes",

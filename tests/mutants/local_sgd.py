@@ -4,7 +4,7 @@ from tests.mutants.changes import bare, becomes, never, skipped
 from tests.mutants.mutant import Fault, File, on_processes
 
 LOCAL = ("tests/local_sgd/test_local_steps.py",)
-WORLD = on_processes("local", 4)
+WORLD = on_processes("local", ranks=4)
 
 MUTANTS = [
     *File("graph/_jit.py", LOCAL).faults(

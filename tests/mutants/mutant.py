@@ -37,13 +37,15 @@ OWN = ("tests/transforms/test_own_gradients.py",)
 WRITES = ("tests/zero/test_writes.py",)
 
 
-def on_processes(module: str, ranks: int = 2, slow: bool = False) -> tuple[str, ...]:
-    """Return the words for pytest that run the quick or the slow cases of one module on real processes."""
-    test = f"{'test_slow_cases' if slow else 'test_cases_of_one_module'} and {module}-{ranks}"
+def on_processes(*modules: str, ranks: int = 2, slow: bool = False) -> tuple[str, ...]:
+    """Return the words for pytest that run the quick or the slow cases of modules on real processes."""
+    names = " or ".join([f"{module}-{ranks}" for module in modules])
+    test = f"{'test_slow_cases' if slow else 'test_cases_of_one_module'} and ({names})"
     return ("tests/distributed/test_gloo.py", "-m", "slow or not slow", "-k", test)
 
 
 GLOO = on_processes("core")
+JIT_ON_GLOO, SLOW_JIT_ON_GLOO = [on_processes("jit", "schedules", "compilers", slow=slow) for slow in (False, True)]
 
 
 class Mutant(NamedTuple):

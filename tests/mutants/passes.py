@@ -7,16 +7,15 @@ from tests.mutants.mutant import (
     LOOP_PLANS,
     PASS_MANAGER,
     SLICE_OF_GATHER,
+    SLOW_JIT_ON_GLOO,
     Fault,
     File,
-    on_processes,
 )
 
 LONE_COLLECTIVES = ("tests/graph/passes/test_lone_collectives.py",)
 FUSED = ("tests/graph/passes/test_fused.py",)
 RECAST = ("tests/graph/passes/test_recast.py",)
 CARRY = ("tests/graph/passes/test_carry.py",)
-ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
 OVERWRITE = ("tests/graph/passes/test_overwrite.py",)
@@ -144,7 +143,7 @@ MUTANTS = [
             "the reductions of the last iteration are not added",
             "_wait_after",
             skipped("A.replace_all_uses_with(B, delete_user_cb=C)"),
-            SLOW_ON_GLOO,
+            SLOW_JIT_ON_GLOO,
         ),
     ),
     *File("graph/passes/_overwrite.py", GRAPH).faults(

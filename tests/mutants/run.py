@@ -1,10 +1,19 @@
 """Faults in fzero/graph/run."""
 
 from tests.mutants.changes import always, bare, becomes, constant, dropped, in_symbol, never, skipped, swapped
-from tests.mutants.mutant import LENGTHS, LOOP_PLANS, LOOPS, SLICE_OF_GATHER, UNROLLED, Fault, File, on_processes
+from tests.mutants.mutant import (
+    JIT_ON_GLOO,
+    LENGTHS,
+    LOOP_PLANS,
+    LOOPS,
+    SLICE_OF_GATHER,
+    SLOW_JIT_ON_GLOO,
+    UNROLLED,
+    Fault,
+    File,
+)
 
 ARRIVING = ("tests/graph/run/test_loop.py",)
-ON_GLOO, SLOW_ON_GLOO = on_processes("jit"), on_processes("jit", slow=True)
 COMPILE = ("tests/graph/test_compile.py",)
 SUBGRAPHS = ("tests/graph/planning/test_subgraphs.py",)
 BORDERS = ("tests/graph/run/test_borders.py",)
@@ -56,7 +65,7 @@ MUTANTS = [
         Fault("a count is written before it is read", "_overwrites_for", always("A.target is not B")),
     ),
     *File("graph/loop/_loop_function.py", LOOPS).faults(
-        Fault("pending sums of a loop start at 1", "_pending_zeros", becomes("-0.0", "1.0"), SLOW_ON_GLOO),
+        Fault("pending sums of a loop start at 1", "_pending_zeros", becomes("-0.0", "1.0"), SLOW_JIT_ON_GLOO),
         Fault("pending sums of a loop start at 0.0, not at -0.0", "_pending_zeros", becomes("-0.0", "0.0"), ARRIVING),
         Fault("pending sums of a loop start in the default dtype", "_pending_zeros", dropped("dtype=A"), ARRIVING),
         Fault(
@@ -88,13 +97,13 @@ MUTANTS = [
             "one rank changes to compiled code before the others",
             "_Auto._switch_if_all_can",
             becomes("all", "any"),
-            ON_GLOO,
+            JIT_ON_GLOO,
         ),
         Fault(
             "a rank does not ask the others whether they have compiled",
             "_Auto._switch_if_all_can",
             never("A and self.B.distributed"),
-            ON_GLOO,
+            JIT_ON_GLOO,
         ),
         Fault(
             'backend "auto" does not check compiled code before it uses it',
@@ -189,7 +198,7 @@ MUTANTS = [
             "one rank runs a segment uncompiled and the others do not",
             "all_refusals",
             always("A is None or not A.distributed"),
-            ON_GLOO,
+            JIT_ON_GLOO,
         ),
         Fault("strict=True does not raise", "notify", never("strict")),
     ),
@@ -209,7 +218,9 @@ MUTANTS = [
             "Lengths.call_length",
             becomes("len(A) != 1 or B", "not A"),
         ),
-        Fault("ranks do not agree on code for all lengths", "for_all_lengths", becomes("mesh", "None"), SLOW_ON_GLOO),
+        Fault(
+            "ranks do not agree on code for all lengths", "for_all_lengths", becomes("mesh", "None"), SLOW_JIT_ON_GLOO
+        ),
         Fault("the lengths of plans are not remembered", "for_all_lengths", skipped("A.B(shapes)")),
     ),
 ]

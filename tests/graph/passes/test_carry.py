@@ -1,4 +1,4 @@
-"""Reductions that go on from one iteration of a loop to the next. On processes: tests/distributed/jit_cases.py."""
+"""Reductions that go on from one iteration of a loop to the next. On processes: tests/distributed/schedule_cases.py."""
 
 import functools
 import itertools
