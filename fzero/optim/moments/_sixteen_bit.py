@@ -22,6 +22,7 @@ from fzero.sharding import (
     empty_shape,
     gather_subset,
     is_box,
+    key_beside,
     leaf_bits,
     lookup_spec,
     make_box,
@@ -46,7 +47,7 @@ class SixteenBit(NamedTuple):
         values: the moment, in bfloat16.
         full: the moment in float32 of the leaves that stay in full precision, whose `values` are not read. The other
             leaves are empty, `[.., 0]`.
-        key: int64, 0-d.
+        key: int64, 0-d, on the device of the moment.
     """
 
     values: Tree
@@ -73,7 +74,7 @@ def init_sixteen_bit(params: Tree, is_full: _IsFull) -> SixteenBit:
             full[i] = make_box(subset_id, [zeros])
         elif isinstance(x, Slot):
             full[i] = Slot(_subset_id(x.spec_id, is_full), x.index)
-    return SixteenBit(values, tree.unflatten(structure, full), random_key(0))
+    return SixteenBit(values, tree.unflatten(structure, full), key_beside(random_key(0), params))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

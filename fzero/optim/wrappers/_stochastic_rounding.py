@@ -21,7 +21,7 @@ from fzero.optim._precision import Precision
 from fzero.optim.moments import round_at_random
 from fzero.optim.wrappers._master_weights import check_dtypes, check_no_masters, difference
 from fzero.random import check_key, fold_in
-from fzero.sharding import Shard, is_box, leaf_bits, make_box, shard_bits
+from fzero.sharding import Shard, is_box, key_beside, leaf_bits, make_box, shard_bits
 from fzero.tree import Tree
 
 __all__ = ["StochasticRoundingState", "stochastic_rounding"]
@@ -92,7 +92,7 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
 
     def init(params: Params) -> StochasticRoundingState:
         float32_params = tree.map(lambda p: p.to(torch.float32), params)
-        return StochasticRoundingState(key.clone(), opt.init(float32_params))
+        return StochasticRoundingState(key_beside(key, params), opt.init(float32_params))
 
     def update(
         grads: Updates, state: StochasticRoundingState, params: Params | None = None

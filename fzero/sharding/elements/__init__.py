@@ -12,7 +12,7 @@ from fzero.sharding.elements._leaf_ids import (
     per_leaf,
     zero_padding,
 )
-from fzero.sharding.elements._leaf_positions import leaf_bits, shard_bits
+from fzero.sharding.elements._leaf_positions import key_beside, leaf_bits, shard_bits
 from fzero.sharding.elements._leaf_subset import (
     empty_shape,
     gather_subset,
@@ -34,6 +34,7 @@ __all__ = [
     "empty_shape",
     "gather_subset",
     "global_norm",
+    "key_beside",
     "leaf_bits",
     "leaf_blocks",
     "leaf_ids",
