@@ -36,9 +36,9 @@ __all__ = ["remat"]
 def remat(block: Callable[..., Any], save: str | SaveFilter | None = None) -> Callable[..., Any]:
     """Make a function that computes `block`, and runs it again in the backward pass instead of saving its residuals.
 
-    Between the passes only the block's arguments are alive (activation checkpointing). Arguments may
-    hold boxes: the block receives full leaves, which are gathered for it alone, and gathered again for the backward
-    pass. So `fzero.remat(block)(params["blocks"][i], x)` inside `value_and_grad(loss_fn, gather=False)` holds the full
+    Between the passes only the block's arguments are alive (activation checkpointing). Arguments may hold boxes: the
+    block receives full leaves, which are gathered for it alone, and gathered again for the backward pass. So
+    `fzero.remat(block)(params["blocks"][i], x)` inside `value_and_grad(loss_fn, gather=False)` holds the full
     parameters of one block at a time. Derivatives of any order, `vmap`, and plain autograd work, and `remat` nests.
 
     Random numbers that the block draws from torch's generators are saved for the second run, one byte per element of a

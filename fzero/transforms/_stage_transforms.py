@@ -70,8 +70,8 @@ def partition(
 ) -> Params:
     """Partition a replicated tree into this rank's shards, one per unit.
 
-    The partition copies only this rank's range of each unit. A box remembers the full
-    leaves of its unit until its data changes, so gathering it again costs nothing.
+    The partition copies only this rank's range of each unit. A box remembers the full leaves of its unit until its
+    data changes, so gathering it again costs nothing.
 
     Args:
         params: a tree of tensors, equal on all ranks. Integer and bool leaves stay as they are, replicated;

@@ -49,9 +49,7 @@ def deepspeed_zero2(num_params: int, *, devices_per_host: int, hosts: int = 1, o
 
     Example:
         >>> from fzero import tuning
-        >>> estimate = tuning.deepspeed_zero2(
-        ...     2_851_000_000, devices_per_host=8
-        ... )  # T5-3B, as in DeepSpeed's documentation
+        >>> estimate = tuning.deepspeed_zero2(2_851_000_000, devices_per_host=8)  # T5-3B, an example of DeepSpeed
         >>> round(estimate.host_bytes / 2**30, 2), round(estimate.device_bytes / 2**30, 2)
         (127.45, 15.93)
     """

@@ -29,6 +29,7 @@ MUTANTS = [
         ),
     ),
     *File("parallel/context/_layout.py", LAYOUT).faults(
+        Fault("one padding passes for tokens and labels", "_check_pad", never("len(A) > 1 and not B")),
         Fault("a batch of samples passes for one of tokens", "check_tokens_split", never("splits and all(A)")),
         Fault("whole sequences pass for parts", "check_tokens_split", never("is_whole and A and B")),
         Fault(

@@ -226,16 +226,16 @@ def split(
             tokens, which all ranks of the axis share.
         batch_axis: the axes over which samples are split; by default all other axes. Ranks along axes that are not
             named get the same part, as in `mesh.split`: leave out "tp" and "pp".
-        pad: the value that is appended to sequences whose length does not divide by twice the number of ranks, or the
-            value of each leaf by its path. Labels need the value that the loss ignores.
+        pad: the value that is appended to sequences whose length does not divide by twice the number of ranks. For
+            several such leaves it is the value of each by its path. Labels need the value that the loss ignores.
 
     Returns:
         A `PerRank` of tensors whose samples and tokens are this rank's.
 
     Raises:
         ValueError: if `dims` names no dimension of a leaf, a number of samples does not divide, or a number of tokens
-            does not and `pad` is None. The message names the leaf. Also if `batch` is a `PerRank` that differs along
-            `axis`, or `batch_axis` is given with it.
+            does not and `pad` is None. The message names the leaf. Also if `pad` is one value for several leaves, if
+            `batch` is a `PerRank` that differs along `axis`, or `batch_axis` is given with it.
         TypeError: if a leaf is not a tensor.
 
     Example:
@@ -266,6 +266,7 @@ def split(
     padded = tree.map_with_path(
         lambda path, x: _pad_tokens(path, x, _value_at_path(dims, path), ranks, pad), batch, is_box
     )
+    _check_pad(pad, batch, padded)
 
     def part(index: int) -> Any:
         rank = _rank_indices(index, axes, sizes, axis)
@@ -384,6 +385,18 @@ def _pad_tokens(path: str, x: Any, dim: int | None, ranks: int, pad: Any) -> tor
             f"parts, two for each of {ranks} ranks; pass pad={{{path!r}: value}}, or other lengths"
         )
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, padding], value=value)
+
+
+def _check_pad(pad: Any, batch: Any, padded: Any) -> None:
+    """Raise an error for one value that several leaves were padded by: it would be a label among labels."""
+    paths, leaves, _ = tree.flatten_with_paths(batch)
+    longer_leaves = [path for path, x, y in zip(paths, leaves, tree.flatten(padded)[0], strict=True) if x is not y]
+    if len(longer_leaves) > 1 and not isinstance(pad, Mapping):
+        values = ", ".join([f"{path!r}: {-100 if 'label' in path else pad}" for path in longer_leaves])
+        raise ValueError(
+            f"pad={pad!r} is one value for {len(longer_leaves)} leaves, and labels need the value that the loss "
+            f"ignores: pass one for each, such as pad={{{values}}}"
+        )
 
 
 @api_boundary

@@ -72,9 +72,9 @@ class SharedInputModule:
             ", and its layers leave parts of the tokens unless you set sequence=False" if self.is_gathered else ""
         )
         return (
-            f"fzero.parallel.tensor: {self.name!r} runs on its part of heads and columns along "
-            f"{self.axis!r}{sequence}. If an "
-            f"attribute counts them, add it to the plan: {{{self.name!r}: fzero.parallel.tensor.divided('num_heads')}}"
+            f"fzero.parallel.tensor: {self.name!r} runs on its part of heads and columns along {self.axis!r}{sequence}"
+            f". If an attribute counts them, add it to the plan: {{{self.name!r}: "
+            "fzero.parallel.tensor.divided('num_heads')}"
         )
 
     def enter_once(self, x: torch.Tensor) -> torch.Tensor:

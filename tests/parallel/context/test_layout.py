@@ -127,6 +127,8 @@ def test_wrong_batches_are_refused_by_leaf():
         dims={"y": 1},
     )
     refused("expected a tensor", {"x": "text"}, TypeError)
+    uneven = {"tokens": torch.zeros(2, 6), "labels": torch.zeros(2, 6), "even": torch.zeros(2, 8)}
+    refused(r"pad=0 is one value for 2 leaves.* pad=\{'tokens': 0, 'labels': -100\}", uneven, pad=0)
     refused("its dimension of tokens is dims=0: expected 1, or dims=", dims=0)
     with pytest.raises(ValueError, match="tokens=3: expected an even int"):
         fzero.mesh(cp=2).spmd(lambda: context.positions(3))()

@@ -122,7 +122,7 @@ def test_predictions_are_of_whole_sequences(mesh, backend):
 
     program = fzero.predict(step, outputs, axis="dp")
     program = program if backend is None else fzero.jit(program, backend=backend)
-    result = program(step.init(params, OPT)[0], context.split(mesh, batch, pad=0))
+    result = program(step.init(params, OPT)[0], context.split(mesh, batch, pad={"tokens": 0, "labels": -100}))
     torch.testing.assert_close(result[:, :13], outputs(params, batch), rtol=1e-12, atol=1e-12)
     assert result.shape == (8, 16, 13)
     with pytest.raises(ValueError, match="'tp' is not an axis"):
