@@ -18,9 +18,11 @@ from tests.mutants.__main__ import (
     KILLED,
     NOT_APPLICABLE,
     SURVIVED,
+    Run,
     Verdict,
     not_applicable,
     summary,
+    verdict,
     with_failing_tests,
     without_faults,
 )
@@ -243,6 +245,25 @@ def test_a_fault_whose_tests_fail_without_it_is_not_applicable():
         result = with_failing_tests(mutants, [Verdict(bare_runs[0], outcome, by), healthy])
         assert [(v.mutant.name, v.outcome) for v in result] == [("one", NOT_APPLICABLE), ("two", NOT_APPLICABLE)]
         assert result[0].by == f"the tests fail without the fault: {by}"
+
+
+@pytest.mark.parametrize(
+    ("last_line", "exit_code", "outcome", "by"),
+    [
+        ("FAILED tests/x.py::test_f - assert 1 == 2", 1, KILLED, "tests/x.py::test_f"),
+        ("ERROR tests/x.py::test_f - a fixture raised", 1, KILLED, "ERROR tests/x.py::test_f"),
+        ("ERROR tests/x.py - NameError", 1, NOT_APPLICABLE, "the tests cannot be imported: tests/x.py - NameError"),
+        ("ERROR tests/x.py", 2, NOT_APPLICABLE, "the tests cannot be imported: tests/x.py"),
+        ("3 passed", 0, SURVIVED, "exit code 0: 3 passed"),
+    ],
+)
+def test_a_fault_with_which_the_tests_cannot_be_imported_is_not_applicable(last_line, exit_code, outcome, by, tmp_path):
+    (mutant,) = File("a.py").faults(Fault("one", "f", never("A")))
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "output").write_text(last_line)
+    assert verdict(Run(mutant, 0, folder, 0.0), exit_code << 8) == Verdict(mutant, outcome, by)
+    assert not folder.exists()
 
 
 def test_each_fault_has_a_name_of_its_own():

@@ -3,7 +3,8 @@
 python -m tests.mutants [NAME ...]      (`make mutants`)
 
 A fault is killed if a test fails, and has survived if none does. It is not applicable if the place that it names is not
-found any more, or if its tests fail without it: each set of tests runs once without a fault, first. A fault that
+found any more, or if its tests fail without it: each set of tests runs once without a fault, first. Nor is it if its
+tests cannot be imported with it, which any import of fzero would show. A fault that
 survives then meets what the same files hold for `make test-all`. Only if all are killed is the exit code 0.
 
 Each fault gets a copy of the project, and a process that runs its tests there until one fails. The processes are
@@ -103,6 +104,8 @@ def verdict(run: Run, status: int) -> Verdict:
     output = (run.folder / "output").read_text(errors="replace")
     shutil.rmtree(run.folder)
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if failed and failed[0].startswith("ERROR") and "::" not in failed[0].split(" - ")[0]:  # a file, not a test of it
+        return Verdict(run.mutant, NOT_APPLICABLE, f"the tests cannot be imported: {failed[0].removeprefix('ERROR ')}")
     if os.waitstatus_to_exitcode(status) == 1 and failed:
         return Verdict(run.mutant, KILLED, failed[0].split(" - ")[0].removeprefix("FAILED "))
     return Verdict(run.mutant, SURVIVED, f"exit code {os.waitstatus_to_exitcode(status)}: {output[-300:]}")

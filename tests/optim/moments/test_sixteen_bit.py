@@ -235,9 +235,7 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path, before, after):
     assert_trees_close(gathered[1], gathered[0], 0.0)
 
 
-CONVERTIBLE = {
-    "adamw": lambda moments: optim.adamw(1e-2, moments=moments),
-    "lion": lambda moments: optim.chain(optim.clip(1.0), optim.lion(1e-2, moments=moments)),
+CONVERTIBLE = KINDS | {
     "muon": lambda moments: optim.muon(1e-2, fallback=optim.adam(1e-2, moments=moments), moments=moments),
 }
 
