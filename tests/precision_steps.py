@@ -66,7 +66,7 @@ def train(
     return step.gather(state[0]), step.gather(state[1])
 
 
-def unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
+def train_unsharded(train_step: Any, opt: Any, params: Any, batches: Any) -> Any:
     state = (params if opt.precision is None else opt.precision.cast(params), opt.init(params))
     for batch in batches:
         *state, _ = train_step(*state, batch)

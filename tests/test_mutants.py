@@ -85,7 +85,7 @@ class Box:
 '''
 
 
-def same(text: str, expected: str) -> bool:
+def is_same(text: str, expected: str) -> bool:
     return ast.dump(ast.parse(text)) == ast.dump(ast.parse(expected))
 
 
@@ -141,11 +141,11 @@ def same(text: str, expected: str) -> bool:
 )
 def test_a_change_changes_one_place(symbol, change, old, new):
     expected = TEXT.replace(old, new, 1) if symbol != "Box.g" else new.join(TEXT.rsplit(old, 1))
-    assert same(change.plant(TEXT, symbol), expected)
+    assert is_same(change.plant(TEXT, symbol), expected)
 
 
 def test_all_places_are_changed_if_the_row_says_so():
-    assert same(
+    assert is_same(
         becomes("helper", "abs", at="all").plant(TEXT, "f"),
         TEXT.replace("helper(a)", "abs(a)").replace("=helper", "=abs"),
     )
@@ -299,7 +299,7 @@ def back(text: str, names: dict[str, str]) -> str:
     return ast.dump(ast.parse(text))
 
 
-def of_file(file: str) -> Iterator[Mutant]:
+def faults_of_file(file: str) -> Iterator[Mutant]:
     return (mutant for mutant in MUTANTS if mutant.file == file)
 
 
@@ -307,7 +307,7 @@ def of_file(file: str) -> Iterator[Mutant]:
 def test_no_fault_depends_on_the_names_of_other_functions(file):
     """Each plants the same where all private helpers but its own symbols have other names, in another layout."""
     text = (ROOT / file).read_text()
-    for mutant in itertools.islice(of_file(file), either(1, None)):
+    for mutant in itertools.islice(faults_of_file(file), either(1, None)):
         own = {part for s in (mutant.symbol, *[c.symbol or "" for c in mutant.changes]) for part in s.split(".")}
         new = {name for change in mutant.changes for name in change.uses}
         other, names = with_other_names(text, frozenset(own | new))

@@ -19,7 +19,7 @@ from fzero.sharding._boxes import is_box
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees, world_sizes
 from tests.helpers import ALL_STAGES, cases, either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.optim.table import TABLE
-from tests.precision_steps import HALF, MICRO_BATCHES, integers, linear_loss, step_of, train, unsharded, wide_norm
+from tests.precision_steps import HALF, MICRO_BATCHES, integers, linear_loss, step_of, train, train_unsharded, wide_norm
 from tests.tiny_gpt import gpt_block, gpt_loss, gpt_params
 
 
@@ -43,7 +43,7 @@ def test_a_sharded_step_is_the_unsharded_one_bit_for_bit(params, half, rule, sta
     options: Any = {"reduce": "sum", "micro_batches": k, "precision": precision, "gather": gather}
     train_step = step_of(opt, loss, scaled=True, **options)
     params, batches = integers(params, seed), [torch.randint(-2, 3, (n * k,)).float() for _ in range(3)]
-    expected = unsharded(train_step, opt, params, batches)
+    expected = train_unsharded(train_step, opt, params, batches)
     got = train(train_step, opt, params, batches, stage, fzero.mesh(dp=n), jit)
     assert_trees_close(got, expected, rtol=0.0)
 
@@ -281,7 +281,7 @@ def test_a_tie_has_the_dtype_of_its_first_place():
     opt = optim.master_weights(optim.sgd(2.0**-3), precision)
     train_step = step_of(opt, precision=precision, reduce="sum")
     for params in ({"n": w, "o": w}, {"o": w, "n": w}):
-        expected = unsharded(train_step, opt, params, [torch.ones(4)])
+        expected = train_unsharded(train_step, opt, params, [torch.ones(4)])
         for stage in ALL_STAGES:
             got = train(train_step, opt, params, [torch.ones(4)], stage, fzero.mesh(dp=2))
             assert_trees_close(got, expected, rtol=0.0)
@@ -339,7 +339,7 @@ def test_split_and_hybrid_units_follow_the_precision_policy():
     params = integers({"w": torch.ones(4, 6), "n": torch.ones(3), "c": torch.ones(5)}, 0)
     batches = [torch.randint(-2, 3, (8,)).float() for _ in range(3)]
     train_step = step_of(opt, reduce="sum", precision=precision, micro_batches=2)
-    expected = unsharded(train_step, opt, params, batches)
+    expected = train_unsharded(train_step, opt, params, batches)
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(simulate=simulate, replica=2, shard=2)
         for stage in either((1, 3), ALL_STAGES):

@@ -66,7 +66,7 @@ def test_a_good_step_passes_with_micro_batches_units_and_other_results():
 )
 def test_a_step_with_a_pipelined_loss_passes_and_a_wrong_one_does_not(opt):
     """Its parameters and the state's moments are compared as a model without a pipeline has them."""
-    loss, params, batches = pipelines.loss_of(4, depth=5), pipelines.params_of(5), [pipelines.batch_of(16)] * 2
+    loss, params, batches = pipelines.make_loss(4, depth=5), pipelines.make_params(5), [pipelines.make_batch(16)] * 2
     meshes = [fzero.mesh(dp=2, pp=2), fzero.mesh(pp=3, simulate="lockstep"), fzero.mesh(dp=2)]
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -130,12 +130,12 @@ def test_assert_equivalent_refuses_a_batch_that_does_not_divide():
 # Assert_equivalent: what is wrong.
 
 
-def summed(params: Any, x: torch.Tensor) -> Any:
+def sum_over_ranks(params: Any, x: torch.Tensor) -> Any:
     """Forgets to average: the sum over ranks of the ranks' means."""
     return fzero.value_and_grad(loss_of, reduce="sum")(params, x)
 
 
-def summed_by_hand(params: Any, x: torch.Tensor) -> Any:
+def sum_by_hand(params: Any, x: torch.Tensor) -> Any:
     """Sums the ranks' means before it differentiates."""
     return fzero.value_and_grad(lambda p, x: fzero.collectives.psum(loss_of(p, x)))(params, x)
 
@@ -150,7 +150,7 @@ def of_first_half(params: Any, x: torch.Tensor) -> Any:
     return fzero.value_and_grad(lambda p, x: loss_of(p, x[: len(x) // 2]))(params, x)
 
 
-def averaged_twice(params: Any, x: torch.Tensor) -> Any:
+def average_twice(params: Any, x: torch.Tensor) -> Any:
     """Averages averages: harmless on whole leaves, a mixture of their parts on shards."""
     loss, grads = fzero.value_and_grad(loss_of)(params, x)
     return loss, tree.map(fzero.collectives.pmean, grads)
@@ -166,11 +166,11 @@ LOSS = r"step 0: result 2"  # seen in the first loss
 LATER = r"step 1: result 2"  # in the loss after the first update
 
 WRONG: dict[str, tuple[Callable[..., Any], Any, str]] = {  # the fault, the stages where it is one, where it shows
-    "summed": (summed, STAGES, LOSS),
-    "summed by hand": (summed_by_hand, STAGES, LOSS),
+    "summed": (sum_over_ranks, STAGES, LOSS),
+    "summed by hand": (sum_by_hand, STAGES, LOSS),
     "of own rank": (of_own_rank, STAGES, LOSS),
     "of first half": (of_first_half, STAGES, LOSS),
-    "averaged twice": (averaged_twice, (1, 2, 3), LATER),
+    "averaged twice": (average_twice, (1, 2, 3), LATER),
     "by norm of own shard": (by_norm_of_own_shard, (1, 2, 3), LATER),
 }
 
@@ -195,7 +195,7 @@ def test_assert_equivalent_reports_the_stage_step_and_result_of_a_fault(name, st
         check()
 
 
-def scaled(tree_: Any) -> Any:
+def scale_by_ranks(tree_: Any) -> Any:
     return tree.map(lambda x: x * (1 + 1e-9 * (fzero.axes.axis_size() - 1)) if x.is_floating_point() else x, tree_)
 
 
@@ -207,16 +207,16 @@ def test_assert_equivalent_reports_the_leaf_of_a_fault(stage):
 
     def new_params(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
-        return {**params, "b": scaled(params["b"])}, opt_state, loss
+        return {**params, "b": scale_by_ranks(params["b"])}, opt_state, loss
 
     def state(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
-        moment = {**opt_state.momentum, "a": scaled(opt_state.momentum["a"])}
+        moment = {**opt_state.momentum, "a": scale_by_ranks(opt_state.momentum["a"])}
         return params, opt_state._replace(momentum=moment), loss
 
     def metric(params: Any, opt_state: Any, x: torch.Tensor) -> Any:
         params, opt_state, loss = GOOD(params, opt_state, x)
-        return params, opt_state, loss, {"loss": scaled(loss)}
+        return params, opt_state, loss, {"loss": scale_by_ranks(loss)}
 
     check(new_params, "after 1 steps: parameters leaf 'b'(.|\n)*")
     check(state, "after 1 steps: optimizer state leaf 'momentum.a.0.w'(.|\n)*")

@@ -117,7 +117,7 @@ W = {"w": torch.ones(2, 2)}
 LOCAL = fzero.local_sgd.local_steps(fzero.shard(train_step, 2, fzero.mesh(replica=2, dp=1)), every=2)
 
 
-def donated() -> Any:
+def call_donated() -> Any:
     """Call a jitted step twice with what it took over."""
     step = fzero.jit(lambda x: x + 1, donate=0, backend="fx")
     x = torch.zeros(2)
@@ -125,7 +125,7 @@ def donated() -> Any:
     return step(x)
 
 
-def shared() -> Any:
+def call_shared() -> Any:
     """Call a jitted step with what a view holds on to."""
     x = torch.zeros(2)
     view = x[:1]
@@ -141,8 +141,8 @@ ANSWERS: dict[str, Any] = {
     "shard": lambda: fzero.shard(train_step, stage=7),  # pyright: ignore
     "a word": lambda: fzero.shard(train_step, stge=3),  # pyright: ignore
     "jit": lambda: fzero.jit(train_step, backend="none"),  # pyright: ignore
-    "donated": donated,
-    "shared": shared,
+    "donated": call_donated,
+    "shared": call_shared,
     "plan of a jitted step": lambda: fzero.jit(STEP).plan(W, (), X),
     "plan": lambda: fzero.plan(STEP, W, (), X, world_size=-1),
     "mesh": lambda: fzero.mesh(4),  # pyright: ignore

@@ -11,7 +11,7 @@ from tests.helpers import examples
 SHAPES = st.lists(st.sampled_from([(), (0,), (3,), (2, 3), (1, 4, 2)]), min_size=2, max_size=5)
 
 
-def laid(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def make_adjacent(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Make tensors of these shapes that lie side by side in their order."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     buffer = torch.arange(sum(sizes)).to(dtype)
@@ -20,7 +20,7 @@ def laid(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> l
 
 @given(SHAPES, st.randoms(use_true_random=False), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_tensors_that_fill_a_buffer_are_found_in_any_order(shapes, random, dtype):
-    xs, alone = laid(shapes, dtype), torch.ones(2)
+    xs, alone = make_adjacent(shapes, dtype), torch.ones(2)
     order = list(range(len(xs)))
     random.shuffle(order)
     (actual,) = find_buffers([alone, *[xs[i] for i in order]])
@@ -32,13 +32,13 @@ def test_tensors_that_fill_a_buffer_are_found_in_any_order(shapes, random, dtype
 
 
 def test_a_buffer_lists_the_offsets_of_its_tensors():
-    a, b, c = laid([(2, 3), (), (4,)])
+    a, b, c = make_adjacent([(2, 3), (), (4,)])
     assert find_buffers([c, a, b]) == (Buffer((1, 2, 0), (0, 6, 7), 11),)
     assert not any(x._is_view() for x in (a, b, c))
 
 
 def no_buffer() -> dict[str, list[torch.Tensor]]:
-    a, b, c = laid([(2, 3), (4,), (2,)])
+    a, b, c = make_adjacent([(2, 3), (4,), (2,)])
     whole = torch.zeros(8)
     return {
         "apart": [torch.zeros(2), torch.zeros(2)],
@@ -62,7 +62,7 @@ def test_tensors_with_gaps_or_overlaps_are_no_buffer(what):
 @examples(25, 100)
 @given(SHAPES)
 def test_fake_tensors_share_storages_as_their_originals_do(shapes):
-    xs = [*laid(shapes), torch.ones(3, 2).t(), *laid(shapes)]
+    xs = [*make_adjacent(shapes), torch.ones(3, 2).t(), *make_adjacent(shapes)]
     stand_ins = stand_ins_like(xs)
     assert find_buffers(stand_ins) == find_buffers(xs)
     assert [(x.shape, x.stride(), x.dtype) for x in stand_ins] == [(x.shape, x.stride(), x.dtype) for x in xs]
@@ -71,11 +71,13 @@ def test_fake_tensors_share_storages_as_their_originals_do(shapes):
 
 
 def test_the_whole_buffer_can_be_viewed_from_a_stand_in_of_one_of_its_tensors():
-    a, b = stand_ins_like(laid([(2, 2), (3,)]))
+    a, b = stand_ins_like(make_adjacent([(2, 2), (3,)]))
     assert torch.as_strided(b, [7], [1], 0).untyped_storage().nbytes() == 28
     assert storage_id(torch.as_strided(a, [7], [1], 0)) == storage_id(b)
 
 
 def test_meta_tensors_lie_side_by_side_too():
-    xs = in_buffers(laid([(2, 2), (3,)]), lambda x, shape, stride: torch.empty_strided(shape, stride, device="meta"))
+    xs = in_buffers(
+        make_adjacent([(2, 2), (3,)]), lambda x, shape, stride: torch.empty_strided(shape, stride, device="meta")
+    )
     assert len(find_buffers(xs)) == 1 and all(x.is_meta for x in xs)

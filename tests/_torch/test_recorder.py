@@ -72,7 +72,7 @@ def constants(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     return [x * number.item(), x * row.item(), -x if flag else x]
 
 
-def described(graph: Graph) -> list[Any]:
+def list_operations(graph: Graph) -> list[Any]:
     """List what a graph computes, in order, and which of its values share memory."""
     memory: dict[int, int] = {}
 
@@ -92,7 +92,7 @@ def described(graph: Graph) -> list[Any]:
     return rows
 
 
-def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
+def record_both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
     """Record a function, and have make_fx alone do it."""
     stand_ins = _torch.stand_ins_like(xs)
     mine = _torch.trace(f, stand_ins)
@@ -107,8 +107,8 @@ def both(f: Callable[..., Any], *xs: torch.Tensor) -> tuple[Graph, Graph]:
 @pytest.mark.parametrize("f", [in_place, tuples, kinds, transforms, random, counters, constants])
 def test_a_trace_is_what_make_fx_records(f):
     """From torch 2.15 on make_fx writes a detach as an alias, which is a view as well."""
-    mine, other = both(f, torch.randn(4, 4), torch.randn(4, 4))
-    assert [with_aliases(x) for x in described(mine)] == [with_aliases(x) for x in described(other)]
+    mine, other = record_both(f, torch.randn(4, 4), torch.randn(4, 4))
+    assert [with_aliases(x) for x in list_operations(mine)] == [with_aliases(x) for x in list_operations(other)]
 
 
 def with_aliases(described: Any) -> Any:
@@ -145,7 +145,7 @@ def test_operations_are_recorded_without_make_fx(monkeypatch):
     monkeypatch.setattr(
         recorder, "_record_node", lambda tracer, f, *rest, **by: recorded.append(f) or before(tracer, f, *rest, **by)
     )
-    graph, _ = both(transforms, torch.randn(4, 4), torch.randn(4, 4))
+    graph, _ = record_both(transforms, torch.randn(4, 4), torch.randn(4, 4))
     count = len([n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem])
     assert len(recorded) >= count > 20
 

@@ -34,7 +34,7 @@ CALLS: list[Callable[[Any, Any, Any], Any]] = [
 ]
 
 
-def described(out: Any, operands: list[torch.Tensor]) -> list[Any]:
+def describe_results(out: Any, operands: list[torch.Tensor]) -> list[Any]:
     """Describe results: their form, the bytes of their memory, and the operand that they are or view."""
     outs = list(out) if isinstance(out, tuple | list) else [out]
     bases = [storage_id(x) for x in operands]
@@ -55,10 +55,10 @@ def test_a_cached_stand_in_is_like_the_computed_one(run: Callable[[Any, Any, Any
     with FakeTensorMode():
         x, y = torch.randn(3, 4), torch.randn(3, 4)
         cache = StandInCache()
-        expected = described(run(lambda f, args, kwargs: f(*args, **kwargs), x, y), [x, y])
+        expected = describe_results(run(lambda f, args, kwargs: f(*args, **kwargs), x, y), [x, y])
         results = [run(cache.call, x, y) for _ in range(3)]
         for out in results:
-            assert described(out, [x, y]) == expected
+            assert describe_results(out, [x, y]) == expected
         if not any(expected[0][-2]):  # new memory each time
             assert len({storage_id(o[0] if isinstance(o, tuple) else o) for o in results}) == 3
 
@@ -70,7 +70,7 @@ def test_forms_differ_by_shape_stride_offset_dtype_and_the_type_of_a_number():
             for number in (2, 2.0, True):
                 for f in (aten.mul.Tensor, aten.slice.Tensor):
                     args = (a, number) if f is aten.mul.Tensor else (a, 0, 1, 2)
-                    assert described(cache.call(f, args, {}), [a]) == described(f(*args), [a])
+                    assert describe_results(cache.call(f, args, {}), [a]) == describe_results(f(*args), [a])
 
 
 def test_a_view_is_of_its_own_operand_although_operands_shared_memory_before():
@@ -116,7 +116,7 @@ def test_a_stand_in_made_without_checks_has_the_state_that_torch_gives(device: s
     with in_kernel_invocation_manager(mode):
         like = FakeTensor(mode, aten.detach.default(x), x.fake_device)
     assert type(alias) is FakeTensor and alias is not x and alias.__dict__ == like.__dict__
-    assert described(alias, [x]) == described(like, [x])
+    assert describe_results(alias, [x]) == describe_results(like, [x])
     for query in (
         torch._C._dispatch_keys,
         torch.Tensor.is_inference,

@@ -246,7 +246,7 @@ has_compiler = pytest.mark.skipif(
 )
 
 
-def compiled_by_inductor(f: Any, args: list[torch.Tensor]) -> Any:
+def compile_by_inductor(f: Any, args: list[torch.Tensor]) -> Any:
     stand_ins = _torch.stand_ins_like(args)
     traced = _torch.trace(f, stand_ins)
     return _torch.inductor(traced, stand_ins, [n.meta["val"] for n in graph_results(traced.graph)])
@@ -261,7 +261,7 @@ def test_inductor_keeps_the_order_and_the_strides_and_empties_its_arguments():
         return [y.t().contiguous().t() + 1 for y in a] + [sum(y.sum() for y in a)]
 
     args = [torch.randn(8, 8)]
-    compiled = compiled_by_inductor(f, args)
+    compiled = compile_by_inductor(f, args)
     expected, got = f(*args), compiled(args)
     assert args == []
     for x, y in zip(expected, got, strict=True):
@@ -279,7 +279,7 @@ def test_inductor_makes_right_code_where_gcc_merges_scalars_that_do_not_belong_t
         return [z.contiguous() for z in heads]
 
     args = [torch.randn(2, 2, 32, 96).bfloat16() for _ in range(2)]
-    for x, y in zip(f(*args), compiled_by_inductor(f, args)(args), strict=True):
+    for x, y in zip(f(*args), compile_by_inductor(f, args)(args), strict=True):
         assert torch.equal(x, y)
 
 
@@ -292,7 +292,7 @@ def test_inductor_compiles_anew_a_loop_whose_cpp_does_not_build():
         return [x.sum(1), x.sum(1, keepdim=True)]
 
     args = [torch.randn(2, 64, 32).bfloat16()]
-    for x, y in zip(f(*args), compiled_by_inductor(f, args)(args), strict=True):
+    for x, y in zip(f(*args), compile_by_inductor(f, args)(args), strict=True):
         torch.testing.assert_close(x, y)
 
 

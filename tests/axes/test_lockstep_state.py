@@ -38,7 +38,7 @@ def pack(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def between(write: Callable[[Any], Any], on: Any, off: Any) -> Iterator[None]:
+def run_between(write: Callable[[Any], Any], on: Any, off: Any) -> Iterator[None]:
     write(on)
     try:
         yield
@@ -50,17 +50,17 @@ def between(write: Callable[[Any], Any], on: Any, off: Any) -> Iterator[None]:
 SWITCHES: dict[str, Callable[[], Any]] = {
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "anomaly mode that lets nans pass": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
-    "deterministic": lambda: between(lambda x: torch.use_deterministic_algorithms(x, warn_only=x), True, False),
-    "dtype": lambda: between(torch.set_default_dtype, torch.float64, torch.float32),
-    "precision": lambda: between(torch.set_float32_matmul_precision, "high", "highest"),
+    "deterministic": lambda: run_between(lambda x: torch.use_deterministic_algorithms(x, warn_only=x), True, False),
+    "dtype": lambda: run_between(torch.set_default_dtype, torch.float64, torch.float32),
+    "precision": lambda: run_between(torch.set_float32_matmul_precision, "high", "highest"),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH, set_priority=True),
-    "mkldnn": lambda: between(torch._C._set_mkldnn_enabled, False, True),  # pyright: ignore
+    "mkldnn": lambda: run_between(torch._C._set_mkldnn_enabled, False, True),  # pyright: ignore
     "cudnn": lambda: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True),
     "sparse checks": lambda: torch.sparse.check_sparse_tensor_invariants(True),
-    "warnings": lambda: between(torch.set_warn_always, True, False),
-    "threads": lambda: between(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "warnings": lambda: run_between(torch.set_warn_always, True, False),
+    "threads": lambda: run_between(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "device": lambda: torch.device("meta"),
-    "default device": lambda: between(torch.set_default_device, "meta", None),
+    "default device": lambda: run_between(torch.set_default_device, "meta", None),
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),

@@ -20,7 +20,7 @@ def constants(card: str) -> dict[str, float]:
     return {**shares, "half_depth": machine.half_depth, "network_bandwidth": machine.network_bandwidth}
 
 
-def predicted(run: Run) -> float:
+def predict_speed(run: Run) -> float:
     """Return the tokens a second of one card by the terms of the cost model."""
     samples = run.config.micro_batch * run.config.accumulation
     return samples * run.length / formula(run, CARDS[run.card], constants(run.card))
@@ -44,7 +44,7 @@ def test_whether_a_published_run_is_held_out_depends_on_its_name_alone():
 @pytest.mark.parametrize("card", PEAK)
 def test_a_cards_constants_meet_their_goals_on_the_held_half(card):
     held = [r for r in runs()[0] if r.card == card and r.is_held and not r.config.float8]
-    errors = [abs(predicted(r) / r.tokens - 1) for r in held]
+    errors = [abs(predict_speed(r) / r.tokens - 1) for r in held]
     assert len(held) > 25 and statistics.median(errors) <= 0.1
     assert sum(e <= 0.25 for e in errors) >= 0.9 * len(held)
-    assert spearman([predicted(r) for r in held], [r.tokens for r in held]) >= 0.97
+    assert spearman([predict_speed(r) for r in held], [r.tokens for r in held]) >= 0.97

@@ -35,7 +35,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE
 from fzero.checkpoint.layout import MANIFEST
-from tests.checkpoint.states import Layout, same_bits, sharded
+from tests.checkpoint.states import Layout, same_bits, shard_step
 
 WORK, HANG = 10.0, 60.0  # seconds of a processor that one case may take, and of the clock, on a busy machine
 MEMORY = 1 << 30  # bytes that a case may take
@@ -252,7 +252,7 @@ def files_in(path: Path) -> Folder:
 
 def make_own(path: Path) -> list[Folder]:
     for i, layout in enumerate([Layout({"dp": 1}, 0), Layout({"dp": 3}, 3), Layout({"a": 2, "b": 2}, 2)]):
-        step = sharded(layout)
+        step = shard_step(layout)
         params, _ = step.init(tree.map(torch.clone, WHOLE), optim.sgd(0.1))
         fzero.save(path / str(i), {"p": params, **VALUES}, step.mesh).wait()
     return [files_in(path / str(i)) for i in range(3)]
@@ -272,7 +272,7 @@ def read_own(r: random.Random, path: Path | str) -> Any:
         fzero.checkpoint.verify(path)  # a read of one leaf checks its own files alone
         return {"a": fzero.checkpoint.read(path, "p.a")}
     layout = Layout({"dp": 2}, 3)
-    step = sharded(layout)
+    step = shard_step(layout)
     if use == 3:
         params, _ = step.init(like_of(), optim.sgd(0.1))
         loaded = fzero.load(path, {"p": params, **VALUES}, step.mesh)
@@ -332,7 +332,7 @@ def mutate_hf(r: random.Random, folder: Folder) -> None:
 def read_hf(r: random.Random, path: Path) -> Any:
     if r.random() < 0.5:
         return fzero.checkpoint.hf.read(path, like_of(), partial=r.random() < 0.3)
-    step = sharded(Layout({"dp": 2}, 3))
+    step = shard_step(Layout({"dp": 2}, 3))
     params, _ = step.init(like_of(), optim.sgd(0.1))
     return step.gather(fzero.checkpoint.hf.read(path, params, step.mesh))
 
@@ -349,7 +349,7 @@ def reference_hf(path: Path) -> Any:
 
 def make_dcp(path: Path) -> list[Folder]:
     for i, layout in enumerate([Layout({"dp": 1}, 0), Layout({"dp": 3}, 3)]):
-        step = sharded(layout)
+        step = shard_step(layout)
         params, _ = step.init(tree.map(torch.clone, WHOLE), optim.sgd(0.1))
         fzero.checkpoint.dcp.save(path / str(i), {"p": params, **VALUES}, step.mesh)
     return [files_in(path / str(i)) for i in range(2)]
@@ -394,7 +394,7 @@ def read_dcp(r: random.Random, path: Path) -> Any:
     if r.random() < 0.5:
         loaded = fzero.checkpoint.dcp.load(path, {"p": like_of(), **VALUES})
         return loaded["p"] | {k: loaded[k] for k in VALUES}
-    step = sharded(Layout({"dp": 2}, 3))
+    step = shard_step(Layout({"dp": 2}, 3))
     params, _ = step.init(like_of(), optim.sgd(0.1))
     loaded = fzero.checkpoint.dcp.load(path, {"p": params, **VALUES}, step.mesh)
     return step.gather(loaded["p"]) | {k: loaded[k] for k in VALUES}

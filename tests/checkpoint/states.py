@@ -61,7 +61,7 @@ def params_of(draw: Any) -> dict[str, Any]:
     return tree.map(torch.clone, results)
 
 
-def sharded(layout: Layout) -> fzero.zero.ShardedStep:
+def shard_step(layout: Layout) -> fzero.zero.ShardedStep:
     """A step of a layout: only its layout is used."""
     options: dict[str, Any] = {
         "split": lambda path, x: {"tp": 2 if x.shape[0] == 4 else 0} if "tp" in path and x.is_floating_point() else None
@@ -78,7 +78,7 @@ def sharded(layout: Layout) -> fzero.zero.ShardedStep:
 
 def state_in(layout: Layout, params: Any, opt: Any = None) -> tuple[fzero.zero.ShardedStep, dict[str, Any]]:
     """A whole training state in a layout; what its tensors hold is not told."""
-    step = sharded(layout)
+    step = shard_step(layout)
     p, s = step.init(params, optim.adamw(1e-3) if opt is None else opt)
     return step, {
         "params": p,

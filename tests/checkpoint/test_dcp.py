@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fzero
 from fzero import optim, tree
 from fzero.sharding._boxes import PerRank
-from tests.checkpoint.states import Layout, fill, same_bits, sharded, state_in, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, shard_step, state_in, whole_of
 from tests.helpers import cases
 
 LAYOUTS = {
@@ -98,7 +98,7 @@ def module() -> torch.nn.Module:
 def test_dcp_folders_of_torch_are_read_into_boxes(layout, tmp_path):
     values = {"model": module().state_dict(), "epoch": 4, "lists": [{"a": [1, 2]}, {"a": []}], "seen": {"x": (1, 2.5)}}
     torch_saved(tmp_path / "torch", values)
-    step = sharded(layout)
+    step = shard_step(layout)
     like, _ = step.init(tree.map(torch.zeros_like, dict(values["model"])), optim.sgd(0.1))
     loaded = fzero.checkpoint.dcp.load(
         tmp_path / "torch",
@@ -110,7 +110,7 @@ def test_dcp_folders_of_torch_are_read_into_boxes(layout, tmp_path):
 
 
 def test_a_name_function_maps_paths_in_save_and_load(tmp_path):
-    step = sharded(LAYOUTS["stage 3"])
+    step = shard_step(LAYOUTS["stage 3"])
     whole = dict(module().named_parameters())
     params, _ = step.init(tree.map(torch.clone, whole), optim.sgd(0.1))
     fzero.checkpoint.dcp.save(
@@ -145,7 +145,7 @@ def test_dcp_saves_and_loads_leaves_of_any_strides(tmp_path):
 
 def test_dcp_load_allocates_memory_for_meta_leaves(tmp_path):
     fzero.checkpoint.dcp.save(tmp_path / "a", {"w": torch.arange(5.0)})
-    step = sharded(Layout({"dp": 4}, 3))
+    step = shard_step(Layout({"dp": 4}, 3))
     like, _ = step.init({"w": torch.empty(5, device="meta")}, optim.sgd(0.1))
     assert fzero.checkpoint.dcp.load(tmp_path / "a", like=like, mesh=step.mesh)["w"].data.tolist() == [
         [0, 1],
@@ -155,7 +155,7 @@ def test_dcp_load_allocates_memory_for_meta_leaves(tmp_path):
     ]
 
 
-def refused(text: str, f: Any, *args: Any, **options: Any) -> None:
+def assert_refused(text: str, f: Any, *args: Any, **options: Any) -> None:
     with pytest.raises(fzero.errors.CheckpointError, match=text):
         f(*args, **options)
 
@@ -163,7 +163,7 @@ def refused(text: str, f: Any, *args: Any, **options: Any) -> None:
 def test_a_tree_that_differs_is_refused_before_anything_is_read(tmp_path):
     fzero.checkpoint.dcp.save(tmp_path / "a", {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1), "v": 1})
     like = {"a": torch.zeros(3), "b": torch.zeros(3, dtype=torch.int32), "c": 5, "d": torch.zeros(()), "e": 0}
-    refused(
+    assert_refused(
         r"/a' is of another tree: leaf 'a' is float32 \[2\] there, and float32 \[3\] here; leaf 'b' is float32 \[3\] "
         r"there, and int32 \[3\] here; it has no leaf 'd' \(float32 \[\]\); and 3 more$",
         fzero.checkpoint.dcp.load,
@@ -172,14 +172,14 @@ def test_a_tree_that_differs_is_refused_before_anything_is_read(tmp_path):
     )
     like = {"a": torch.zeros(2)}
     text = r"the tree has no leaf 'b' \(float32 \[3\]\); .*'v' \(a value\); give partial=True to leave leaves out$"
-    refused(text, fzero.checkpoint.dcp.load, tmp_path / "a", like)
+    assert_refused(text, fzero.checkpoint.dcp.load, tmp_path / "a", like)
     assert like["a"].sum() == 0 and fzero.checkpoint.dcp.load(tmp_path / "a", like, partial=True)["a"].sum() == 2
 
 
 def test_a_folder_that_holds_a_checkpoint_is_left_as_it_is(tmp_path):
     values = {"w": torch.ones(2)}
     fzero.checkpoint.dcp.save(tmp_path / "a", values)
-    refused(
+    assert_refused(
         r"/a' holds a checkpoint \(.metadata\): save to a folder of",
         fzero.checkpoint.dcp.save,
         tmp_path / "a",
@@ -187,7 +187,7 @@ def test_a_folder_that_holds_a_checkpoint_is_left_as_it_is(tmp_path):
     )
     assert torch.equal(fzero.checkpoint.dcp.load(tmp_path / "a", {"w": torch.zeros(2)})["w"], values["w"])
     fzero.save(tmp_path / "b", values)
-    refused(r"/b' holds a checkpoint \(manifest.json\)", fzero.checkpoint.dcp.save, tmp_path / "b", values)
+    assert_refused(r"/b' holds a checkpoint \(manifest.json\)", fzero.checkpoint.dcp.save, tmp_path / "b", values)
 
 
 def test_a_killed_dcp_save_leaves_no_checkpoint_and_can_be_repeated(tmp_path, monkeypatch):
@@ -195,14 +195,14 @@ def test_a_killed_dcp_save_leaves_no_checkpoint_and_can_be_repeated(tmp_path, mo
     writer = torch_dcp.FileSystemWriter
     with monkeypatch.context() as patch:
         patch.setattr(writer, "finish", lambda *args, **options: 1 / 0)
-        refused(
+        assert_refused(
             r"nothing was saved to .*/a': rank 0: ZeroDivisionError",
             fzero.checkpoint.dcp.save,
             tmp_path / "a",
             {"w": 1},
         )
     assert os.listdir(tmp_path / "a")
-    refused(
+    assert_refused(
         r"/a' is not a checkpoint of DCP: it has no file .metadata$",
         fzero.checkpoint.dcp.load,
         tmp_path / "a",
@@ -221,13 +221,13 @@ def test_dcp_load_runs_no_code_from_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch_saved(tmp_path / "value", {"w": torch.ones(1), "v": Evil()})
     like = {"w": torch.zeros(1), "v": 0}
-    refused(
+    assert_refused(
         r"could not be read: rank 0: value 'v' is not plain data", fzero.checkpoint.dcp.load, tmp_path / "value", like
     )
     metadata = torch_dcp.FileSystemReader(tmp_path / "value").read_metadata()
     metadata.planner_data = Evil()
     (tmp_path / "value" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(
+    assert_refused(
         r"damaged, or not DCP's: it asks for posix.mkdir, which", fzero.checkpoint.dcp.load, tmp_path / "value", like
     )
     assert not os.path.exists("ran")
@@ -238,7 +238,7 @@ def test_a_leaf_of_which_a_part_is_missing_is_refused(tmp_path):
     metadata = torch_dcp.FileSystemReader(tmp_path / "a").read_metadata()
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([5])
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(
+    assert_refused(
         "lacks a part of leaf 'w', or has a part twice",
         fzero.checkpoint.dcp.load,
         tmp_path / "a",

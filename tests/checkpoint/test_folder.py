@@ -22,7 +22,7 @@ from tests.checkpoint.states import Layout, fill, same_bits, state_in, whole_of
 from tests.distributed.launch import world
 
 
-def numbered(i: int) -> dict[str, Any]:
+def numbered_state(i: int) -> dict[str, Any]:
     return {"w": torch.full((5,), float(i)), "step": i}
 
 
@@ -33,15 +33,15 @@ NEWEST = [(1, None, [6]), (3, None, [4, 5, 6]), (2, 3, [0, 3, 5, 6]), (9, 1, [*r
 def test_a_run_keeps_its_newest_checkpoints_and_every_nth(keep, every, steps, tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=keep, keep_every=every)
     for i in range(7):
-        runs.save(i, numbered(i))
+        runs.save(i, numbered_state(i))
     runs.wait()
     assert runs.steps() == steps and sorted(os.listdir(tmp_path)) == [f"step-{i:08d}" for i in steps]
-    assert runs.restore(numbered(99))["step"] == 6
+    assert runs.restore(numbered_state(99))["step"] == 6
 
 
 def test_old_checkpoints_stay_until_a_newer_one_is_committed(tmp_path, monkeypatch):
     runs, lists = fzero.checkpoint.checkpoints(tmp_path, keep=1), []
-    runs.save(1, numbered(1)).wait()
+    runs.save(1, numbered_state(1)).wait()
     put = _files.LocalFolder.put
 
     def looking(files: Any, name: str, data: bytes) -> None:
@@ -49,12 +49,12 @@ def test_old_checkpoints_stay_until_a_newer_one_is_committed(tmp_path, monkeypat
         put(files, name, data)
 
     monkeypatch.setattr(_files.LocalFolder, "put", looking)
-    runs.save(2, numbered(2)).wait()
+    runs.save(2, numbered_state(2)).wait()
     assert lists == [[1]] and runs.steps() == [2]
 
 
 def test_without_a_checkpoint_restore_returns_like(tmp_path):
-    state = numbered(0)
+    state = numbered_state(0)
     assert fzero.checkpoint.checkpoints(tmp_path / "none").restore(state) is state
 
 
@@ -62,25 +62,25 @@ def test_without_a_checkpoint_restore_returns_like(tmp_path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_stops_a_save_and_removes_nothing(bad, dtype, tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=1)
-    runs.save(1, numbered(1), finite={"loss": torch.tensor(1.0, dtype=dtype), "norm": 0.5, "steps": 3}).wait()
+    runs.save(1, numbered_state(1), finite={"loss": torch.tensor(1.0, dtype=dtype), "norm": 0.5, "steps": 3}).wait()
     message = rf"finite leaf 'loss' is {bad} after step 2, so the checkpoint is not saved.*#nan-on-one-rank"
     with pytest.raises(FloatingPointError, match=message):
-        runs.save(2, numbered(2), finite={"norm": 0.5, "loss": torch.tensor(bad, dtype=dtype)})
+        runs.save(2, numbered_state(2), finite={"norm": 0.5, "loss": torch.tensor(bad, dtype=dtype)})
     with pytest.raises(FloatingPointError, match=f"finite is {bad}"):
-        runs.save(2, numbered(2), finite=bad)
+        runs.save(2, numbered_state(2), finite=bad)
     with pytest.raises(FloatingPointError, match="finite is False"):
-        runs.save(2, numbered(2), finite=optim.all_finite(torch.tensor([1.0, bad], dtype=dtype)))
+        runs.save(2, numbered_state(2), finite=optim.all_finite(torch.tensor([1.0, bad], dtype=dtype)))
     with pytest.raises(TypeError, match=r"finite leaf 'each' is PerRank\(.*: expected one number that is equal on all"):
-        runs.save(2, numbered(2), finite={"each": fzero.PerRank(torch.ones(2))})
+        runs.save(2, numbered_state(2), finite={"each": fzero.PerRank(torch.ones(2))})
     runs.wait()
-    assert runs.steps() == [1] and runs.restore(numbered(0))["step"] == 1
+    assert runs.steps() == [1] and runs.restore(numbered_state(0))["step"] == 1
 
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_reading_a_missing_run_folder_does_not_create_it(memory, tmp_path):
     shared = memory_in(tmp_path) if memory else None
     with fzero.checkpoint.checkpoints(tmp_path / "typo", memory=shared) as runs:
-        assert runs.steps() == [] and runs.restore(numbered(3))["step"] == 3
+        assert runs.steps() == [] and runs.restore(numbered_state(3))["step"] == 3
     assert not (tmp_path / "typo").exists()
     with pytest.raises(ValueError, match=r"memory='/dev/shmm' is not a folder: expected one of shared memory, such as"):
         fzero.checkpoint.checkpoints(tmp_path / "typo", memory="/dev/shmm")
@@ -107,40 +107,40 @@ def spoil(path: Any, how: str) -> None:
 def test_incomplete_checkpoints_are_skipped(how, tmp_path, caplog):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=9)
     for i in (8, 9, 10):
-        runs.save(i, numbered(i)).wait()
+        runs.save(i, numbered_state(i)).wait()
     spoil(tmp_path / "step-00000010", how)
     with caplog.at_level(logging.WARNING, logger="fzero"):
-        assert tree.map(lambda x: x, runs.restore(numbered(0)))["step"] == 9
+        assert tree.map(lambda x: x, runs.restore(numbered_state(0)))["step"] == 9
     assert "skipped: " in caplog.text and "step-00000010" in caplog.text
     spoil(tmp_path / "step-00000009", "a flipped bit")
-    loaded = runs.restore(numbered(0))
+    loaded = runs.restore(numbered_state(0))
     assert loaded["step"] == 8 and loaded["w"].tolist() == [8.0] * 5
 
 
 def test_restore_raises_if_all_checkpoints_are_damaged(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
-    runs.save(1, numbered(1)).wait()
+    runs.save(1, numbered_state(1)).wait()
     spoil(tmp_path / "step-00000001", "a flipped bit")
     with pytest.raises(fzero.errors.CheckpointError, match=r"no checkpoint is whole: .*safetensors is damaged"):
-        runs.restore(numbered(0))
+        runs.restore(numbered_state(0))
 
 
 def test_restoring_another_tree_raises_and_skips_to_no_older_checkpoint(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     runs.save(1, {"w": torch.zeros(3), "step": 1}).wait()
-    runs.save(2, numbered(2)).wait()
+    runs.save(2, numbered_state(2)).wait()
     with pytest.raises(fzero.errors.CheckpointError, match=r"'w' is float32 \[5\] there, and float32 \[3\] here"):
         runs.restore({"w": torch.zeros(3), "step": 0})
 
 
 def test_the_next_save_removes_temporary_files_of_killed_saves(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=2)
-    runs.save(1, numbered(1)).wait()
+    runs.save(1, numbered_state(1)).wait()
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000003" / "0123456789abcdef-00000-of-00001.safetensors").write_bytes(b"half")
     (tmp_path / "step-00000009").mkdir()  # newer: it may be under way
     (tmp_path / "notes.txt").write_text("mine")
-    runs.save(4, numbered(4)).wait()
+    runs.save(4, numbered_state(4)).wait()
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000001", "step-00000004", "step-00000009"]
 
 
@@ -192,13 +192,13 @@ def test_the_next_save_or_the_end_raises_the_error_of_a_failed_background_save(t
     with monkeypatch.context() as patch:
         patch.setattr(_files.LocalFolder, "write", broken)
         runs = fzero.checkpoint.checkpoints(tmp_path)
-        runs.save(1, numbered(1))
+        runs.save(1, numbered_state(1))
         with pytest.raises(fzero.errors.CheckpointError, match=text):
-            runs.save(2, numbered(2))
+            runs.save(2, numbered_state(2))
         with pytest.raises(fzero.errors.CheckpointError, match=text), fzero.checkpoint.checkpoints(tmp_path) as runs:
-            saving = runs.save(3, numbered(3))
+            saving = runs.save(3, numbered_state(3))
         assert saving.done() and "failed" in repr(saving)
-    runs.save(4, numbered(4))
+    runs.save(4, numbered_state(4))
     runs.wait()
     assert runs.steps() == [4]
 
@@ -207,7 +207,7 @@ def test_background_saves_reuse_their_host_buffers(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     places = set()
     for i in range(3):
-        runs.save(i, numbered(i)).wait()
+        runs.save(i, numbered_state(i)).wait()
         places.add(runs._staging.reserve(1).data_ptr())
     assert len(places) == 1
 
@@ -229,19 +229,19 @@ fzero.checkpoint.checkpoints({str(tmp_path)!r}).save(1, {{"w": torch.ones(3)}})
 def test_restore_prefers_the_copy_in_memory_to_the_one_on_disk(tmp_path):
     root, memory = tmp_path / "runs", memory_in(tmp_path)
     runs = fzero.checkpoint.checkpoints(root, memory=memory)
-    runs.save(2, numbered(2))
+    runs.save(2, numbered_state(2))
     for i in (3, 4, 5):
-        runs.save_in_memory(i, numbered(i))
+        runs.save_in_memory(i, numbered_state(i))
     runs.wait()
     again = fzero.checkpoint.checkpoints(root, memory=memory)  # after the death of the process
-    assert again.newest() == 5 and again.restore(numbered(0))["w"].tolist() == [5.0] * 5
+    assert again.newest() == 5 and again.restore(numbered_state(0))["w"].tolist() == [5.0] * 5
     (step,) = (tmp_path / "memory").rglob("step-*")
     assert step.name == "step-00000005" and again.steps() == [2]
-    again.save(6, numbered(6)).wait()
-    assert again.newest() == 6 and again.restore(numbered(0))["step"] == 6
+    again.save(6, numbered_state(6)).wait()
+    assert again.newest() == 6 and again.restore(numbered_state(0))["step"] == 6
     spoil(step, "a flipped bit")
     spoil(root / "step-00000006", "no data")
-    assert again.restore(numbered(0))["step"] == 2
+    assert again.restore(numbered_state(0))["step"] == 2
     shutil.rmtree(root)  # another run has another memory
     assert fzero.checkpoint.checkpoints(root, memory=memory).newest() is None
     with pytest.raises(
@@ -256,9 +256,9 @@ def test_two_processes_do_not_save_to_one_folder(tmp_path):
         with pytest.raises(
             fzero.errors.CheckpointError, match=r"another process saves here: give each process its own folder"
         ):
-            fzero.save(tmp_path, numbered(1))
+            fzero.save(tmp_path, numbered_state(1))
         assert time.monotonic() - start < 5
-    fzero.save(tmp_path, numbered(1))
+    fzero.save(tmp_path, numbered_state(1))
 
 
 def test_rank_0_keeps_its_store_open_until_all_ranks_have_committed(tmp_path):
@@ -306,44 +306,44 @@ def test_a_save_copies_plain_values_at_the_call(how, tmp_path, monkeypatch):
 
 def test_damage_in_memory_is_not_taken_for_a_new_run(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
-    runs.save_in_memory(5, numbered(5)).wait()
+    runs.save_in_memory(5, numbered_state(5)).wait()
     (data,) = (tmp_path / "memory").rglob("*.safetensors")
     data.write_bytes(data.read_bytes()[:-1] + b"!")
     with pytest.raises(fzero.errors.CheckpointError, match=r"no checkpoint is whole: .* is damaged"):
-        runs.restore(numbered(0))
-    runs.save(4, numbered(4)).wait()
-    assert runs.restore(numbered(0))["step"] == 4
+        runs.restore(numbered_state(0))
+    runs.save(4, numbered_state(4)).wait()
+    assert runs.restore(numbered_state(0))["step"] == 4
 
 
 def test_removing_a_link_to_a_checkpoint_keeps_the_checkpoint(tmp_path):
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
-    fzero.save(elsewhere, numbered(1))
+    fzero.save(elsewhere, numbered_state(1))
     root.mkdir()
     (root / "step-00000001").symlink_to(elsewhere)
     runs = fzero.checkpoint.checkpoints(root, keep=1)
-    assert runs.restore(numbered(0))["step"] == 1
-    runs.save(2, numbered(2)).wait()
-    assert runs.steps() == [2] and fzero.load(elsewhere, numbered(0))["step"] == 1
+    assert runs.restore(numbered_state(0))["step"] == 1
+    runs.save(2, numbered_state(2)).wait()
+    assert runs.steps() == [2] and fzero.load(elsewhere, numbered_state(0))["step"] == 1
 
 
 def test_a_save_over_an_open_checkpoint_does_not_disturb_its_readers(tmp_path, monkeypatch):
-    fzero.save(tmp_path, numbered(1))
+    fzero.save(tmp_path, numbered_state(1))
     read, saved = _files.LocalFolder.read_into, []
 
     def after_another(*args: Any) -> None:
         if not saved:
             saved.append(True)
-            fzero.save(tmp_path, numbered(2))
+            fzero.save(tmp_path, numbered_state(2))
         read(*args)
 
     monkeypatch.setattr(_files.LocalFolder, "read_into", after_another)
-    assert fzero.load(tmp_path, numbered(0))["w"].tolist() == [2.0] * 5
+    assert fzero.load(tmp_path, numbered_state(0))["w"].tolist() == [2.0] * 5
 
 
 def test_a_run_that_goes_back_gets_a_notice_of_the_newer_steps(tmp_path, caplog):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     for step in (5, 9, 6):
-        runs.save(step, numbered(step)).wait()
+        runs.save(step, numbered_state(step)).wait()
     assert [r.message.split(": ")[1] for r in caplog.records] == [f"{str(tmp_path)!r} holds step 9, and saves step 6"]
 
 
@@ -354,7 +354,7 @@ def test_a_background_save_that_fails_is_logged_even_if_nobody_waits(tmp_path, c
     runs = fzero.checkpoint.checkpoints(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(_files.LocalFolder, "write", full)
-        saving = runs.save(1, numbered(1))
+        saving = runs.save(1, numbered_state(1))
         while not saving.done():
             time.sleep(0.01)
     assert any("nothing was saved" in r.message and "No space left" in r.message for r in caplog.records)
@@ -372,27 +372,27 @@ def test_of_two_checkpoints_of_a_step_the_one_in_memory_is_restored(tmp_path):
 def test_memory_holds_one_step_of_a_run_that_was_rolled_back(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
     for step in (5, 7, 3):
-        runs.save_in_memory(step, numbered(step)).wait()
+        runs.save_in_memory(step, numbered_state(step)).wait()
     assert len(list((tmp_path / "memory").rglob("manifest.json"))) == 1
-    assert runs.restore(numbered(0))["step"] == 3
+    assert runs.restore(numbered_state(0))["step"] == 3
 
 
 def test_a_copy_of_a_run_has_memory_of_its_own(tmp_path):
     runs = fzero.checkpoint.checkpoints(tmp_path / "run", memory=memory_in(tmp_path))
-    runs.save(1, numbered(1)).wait()
+    runs.save(1, numbered_state(1)).wait()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    runs.save_in_memory(2, numbered(2)).wait()
+    runs.save_in_memory(2, numbered_state(2)).wait()
     copy = fzero.checkpoint.checkpoints(tmp_path / "copy", memory=memory_in(tmp_path))
-    assert copy.restore(numbered(0))["step"] == 1
-    copy.save_in_memory(3, numbered(3)).wait()
-    assert runs.restore(numbered(0))["step"] == 2
+    assert copy.restore(numbered_state(0))["step"] == 1
+    copy.save_in_memory(3, numbered_state(3)).wait()
+    assert runs.restore(numbered_state(0))["step"] == 2
 
 
 def test_removal_begins_with_the_manifest(tmp_path, monkeypatch):
     runs = fzero.checkpoint.checkpoints(tmp_path, keep=1)
-    runs.save(1, numbered(1)).wait()
+    runs.save(1, numbered_state(1)).wait()
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # a kill
-    runs.save(2, numbered(2)).wait()
+    runs.save(2, numbered_state(2)).wait()
     assert runs.steps() == [2] and os.path.isdir(tmp_path / "step-00000001")
 
 
@@ -401,8 +401,8 @@ def test_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path, monkeypatch, 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(_files.LocalFolder, "remove", refuse)
-    fzero.save(tmp_path, numbered(1))
-    assert fzero.load(tmp_path, numbered(0))["step"] == 1
+    fzero.save(tmp_path, numbered_state(1))
+    assert fzero.load(tmp_path, numbered_state(0))["step"] == 1
     assert any("older files could not be removed" in r.message for r in caplog.records)
 
 
@@ -415,7 +415,7 @@ def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path
             os.read(go[0], 1)
             os._exit(0)
         os.read(ready[0], 1)
-    fzero.save(tmp_path, numbered(1))
+    fzero.save(tmp_path, numbered_state(1))
     os.write(go[1], b".")
     os.waitpid(child, 0)
 
@@ -423,7 +423,7 @@ def test_a_process_that_was_forked_during_a_save_does_not_keep_its_lock(tmp_path
 def test_checkpoints_that_are_removed_meanwhile_are_no_damage(tmp_path, monkeypatch, capsys):
     runs = fzero.checkpoint.checkpoints(tmp_path)
     for step in (1, 2):
-        runs.save(step, numbered(step)).wait()
+        runs.save(step, numbered_state(step)).wait()
 
     def pruned(path: str, progress: Any) -> int:
         if path.endswith("1"):

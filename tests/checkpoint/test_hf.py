@@ -20,7 +20,7 @@ from fzero.checkpoint._files import hold_lock
 from fzero.checkpoint.hf import _read, _write
 from fzero.checkpoint.hf._stored_tensors import INDEX, SINGLE
 from tests.checkpoint.helpers import JSON
-from tests.checkpoint.states import LAYOUTS, Layout, fill, params_of, same_bits, sharded, state_in
+from tests.checkpoint.states import LAYOUTS, Layout, fill, params_of, same_bits, shard_step, state_in
 from tests.helpers import examples
 
 
@@ -82,7 +82,7 @@ def test_floating_leaves_are_cast_in_small_parts(tmp_path_factory, source, targe
     path, g = tmp_path_factory.mktemp("cast"), torch.Generator().manual_seed(0)
     whole: dict[str, Any] = {name: torch.randn(4, 3, 8, generator=g) for name in ("a", "tp")}
     whole |= {"n": torch.arange(7), "t": torch.randn(8, 5, generator=g).t(), "c": torch.ones(3, dtype=torch.complex64)}
-    step = sharded(source)
+    step = shard_step(source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_read, "_CHUNK_BYTES", 24)
         patch.setattr(_write, "_CHUNK_BYTES", 24)
@@ -98,7 +98,7 @@ def test_floating_leaves_are_cast_in_small_parts(tmp_path_factory, source, targe
 
         stored = safetensors.torch.load_file(path / SINGLE)
         assert same_bits(dict(sorted(stored.items())), dict(sorted(cast(there).items())))
-        other = sharded(target)
+        other = shard_step(target)
         like = other.partition(tree.map(torch.zeros_like, cast(here)))
         assert same_bits(other.gather(fzero.checkpoint.hf.read(path, like, other.mesh)), cast(there, here))
 
@@ -127,7 +127,7 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
     heads = {name: 8 + int.from_bytes(x[:8], "little") for name, x in folder_of(tmp_path).items() if name != INDEX}
     monkeypatch.setattr(_files.LocalFolder, "read_into", counted)
     for layout in (Layout({"dp": 3}, 0), Layout({"dp": 3}, 3), Layout({"replica": 2, "shard": 3}, 3, "shard")):
-        step = sharded(layout)
+        step = shard_step(layout)
         like = step.partition(tree.map(lambda x: torch.empty_like(x, device="meta"), whole))
         read.clear()
         loaded = fzero.checkpoint.hf.read(tmp_path, like, step.mesh)
@@ -144,7 +144,7 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
 
 def test_tied_leaves_are_stored_once_and_load_from_either_name(tmp_path):
     w = torch.randn(8)
-    step = sharded(Layout({"dp": 3}, 3))
+    step = shard_step(Layout({"dp": 3}, 3))
     fzero.checkpoint.hf.write(tmp_path, step.partition({"embed": w, "head": w}), step.mesh)
     assert list(safetensors.torch.load_file(tmp_path / SINGLE)) == ["embed"]
     for stored in ({"embed": w}, {"head": w}, {"embed": w, "head": w.clone()}):
@@ -209,7 +209,7 @@ def test_values_that_a_folder_cannot_hold_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"params leaf 'step' is '7', but a folder of safetensors holds tensors only"):
         fzero.checkpoint.hf.write(tmp_path, {"w": torch.zeros(1), "step": 7})
     with pytest.raises(TypeError, match=r"like leaf 'step' is .*7.*, but a folder of safetensors"):
-        fzero.checkpoint.hf.read(_one(tmp_path / "one"), {"w": torch.zeros(1), "step": {"a": 7}})
+        fzero.checkpoint.hf.read(_write_one(tmp_path / "one"), {"w": torch.zeros(1), "step": {"a": 7}})
     with pytest.raises(TypeError, match=r"leaf 'x' is a PerRank value, but a folder of safetensors has one for all"):
         fzero.checkpoint.hf.write(tmp_path, {"x": fzero.PerRank(torch.zeros(2, 3))}, mesh)
     with pytest.raises(TypeError, match=r"params leaf 'x' is torch.complex128, a dtype that safetensors does not have"):
@@ -228,7 +228,7 @@ def test_values_that_a_folder_cannot_hold_are_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
 
 
-def _one(path: Path) -> Path:
+def _write_one(path: Path) -> Path:
     fzero.checkpoint.hf.write(path, {"a": torch.zeros(1)})
     return path
 
@@ -325,7 +325,7 @@ def read_leaves(path: Path) -> Any:
     return fzero.checkpoint.hf.read(path, tree.map(torch.zeros_like, LEAVES))
 
 
-def copied(path: Path, to: Path) -> Path:
+def copy_folder(path: Path, to: Path) -> Path:
     for name, data in folder_of(path).items():
         (to / name).write_bytes(data)
     return to
@@ -334,7 +334,7 @@ def copied(path: Path, to: Path) -> Path:
 @examples(75, 150)
 @given(data=st.data())
 def test_a_changed_header_or_index_is_an_error_or_changes_nothing(several, tmp_path_factory, data):
-    path = copied(several, tmp_path_factory.mktemp("damaged"))
+    path = copy_folder(several, tmp_path_factory.mktemp("damaged"))
     name = data.draw(st.sampled_from(sorted(os.listdir(path))))
     content = bytearray((path / name).read_bytes())
     size = len(content) if name == INDEX else 8 + int.from_bytes(content[:8], "little")
@@ -352,7 +352,7 @@ def test_a_changed_header_or_index_is_an_error_or_changes_nothing(several, tmp_p
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_file_that_was_cut_or_has_grown_or_is_missing_is_an_error(several, tmp_path_factory, data):
-    path = copied(several, tmp_path_factory.mktemp("damaged"))
+    path = copy_folder(several, tmp_path_factory.mktemp("damaged"))
     name = data.draw(st.sampled_from(sorted(os.listdir(path))))
     content = (path / name).read_bytes()
     size = data.draw(st.none() | st.integers(0, len(content) - 2))
@@ -437,7 +437,7 @@ def test_file_names_in_an_index_cannot_leave_the_folder(name, tmp_path):
 
 
 def test_an_index_that_contradicts_its_files_is_refused(several, tmp_path):
-    path = copied(several, tmp_path)
+    path = copy_folder(several, tmp_path)
     weights = json.loads((path / INDEX).read_bytes())["weight_map"]
     weights["a"] = next(name for name in weights.values() if name != weights["a"])
     (path / INDEX).write_text(json.dumps({"weight_map": weights}))
@@ -458,7 +458,7 @@ def test_a_model_comes_from_transformers_and_goes_back(tmp_path):
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(os.listdir(tmp_path / "theirs")) > 5
     _, params, _ = fzero.nn.functional(model)
-    step = sharded(Layout({"dp": 3}, 3))
+    step = shard_step(Layout({"dp": 3}, 3))
     like = step.partition(tree.map(lambda x: torch.empty_like(x, device="meta"), params))
     read = fzero.checkpoint.hf.read(tmp_path / "theirs", like, step.mesh)
     assert same_bits(step.gather(read), params)

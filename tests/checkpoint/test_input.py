@@ -11,7 +11,7 @@ from fzero import optim, tree
 from fzero.checkpoint._differences import differences
 from fzero.checkpoint._export_file import export
 from fzero.sharding._boxes import PerRank
-from tests.checkpoint.states import Layout, sharded, state_in
+from tests.checkpoint.states import Layout, shard_step, state_in
 from tests.helpers import ALL_STAGES
 
 PARAMS = {"a": torch.zeros(4), "b": {"c": torch.zeros(3, 2)}, "n": torch.zeros(2, dtype=torch.int64)}
@@ -172,7 +172,7 @@ def test_the_error_of_a_load_names_a_leaf_that_the_checkpoint_lacks(saved):
 def test_a_load_allocates_memory_for_meta_tensors(tmp_path):
     opt = optim.adamw(1e-3)
     for stage in ALL_STAGES:
-        step = sharded(Layout({"dp": 2}, stage))
+        step = shard_step(Layout({"dp": 2}, stage))
         state = step.init(PARAMS | {"n": torch.zeros(3)}, opt)
         fzero.save(tmp_path, state, step.mesh)
         like = step.init(tree.map(lambda x: x.to("meta"), PARAMS | {"n": torch.zeros(3)}), opt)

@@ -12,7 +12,7 @@ import fzero
 from fzero import optim, tree
 from fzero.checkpoint import _tensor_bytes
 from fzero.checkpoint.layout import ChunkRange, local_tree, runs
-from tests.checkpoint.states import LAYOUTS, Layout, fill, params_of, same_bits, sharded, state_in, whole_of
+from tests.checkpoint.states import LAYOUTS, Layout, fill, params_of, same_bits, shard_step, state_in, whole_of
 from tests.helpers import cases, examples
 from tests.optim.table import EACH
 
@@ -172,7 +172,7 @@ def test_tied_leaves_stay_tied_and_are_stored_once(tmp_path):
 
 def test_a_load_into_meta_boxes_zeroes_the_padding(tmp_path):
     fzero.save(tmp_path, {"params": {"w": torch.ones(5)}})
-    step = sharded(Layout({"dp": 4}, 3))
+    step = shard_step(Layout({"dp": 4}, 3))
     like, _ = step.init({"w": torch.empty(5, device="meta")}, optim.sgd(0.1))
     loaded = fzero.load(tmp_path, like={"params": like}, mesh=step.mesh)
     assert loaded["params"]["w"].data.tolist() == [[1, 1], [1, 1], [1, 0], [0, 0]]

@@ -18,7 +18,7 @@ from fzero.testing import assert_trees_close
 from tests.checkpoint.helpers import body_of, write_manifest
 from tests.checkpoint.states import same_bits
 from tests.helpers import examples
-from tests.parallel.pipeline.model import OPT, batch_of, fill, loss_of, params_of, step_of, train_plainly
+from tests.parallel.pipeline.model import OPT, fill, make_batch, make_loss, make_params, make_step, train_plainly
 from tests.parallel.schedules.named import NAMED
 
 
@@ -37,11 +37,11 @@ class Placed(NamedTuple):
     def loss(self, depth: int, **options: Any) -> fzero.parallel.pipeline.Pipeline:
         ranks, stages = self.axes.get("pp", 1), NAMED[self.schedule]
         counts = [0] * (ranks * stages - 1) + [depth] if depth < ranks * stages else None
-        return loss_of(4, schedule=self.schedule, stages_per_rank=stages, depth=counts or depth, **options)
+        return make_loss(4, schedule=self.schedule, stages_per_rank=stages, depth=counts or depth, **options)
 
     def sharded(self, loss: fzero.parallel.pipeline.Pipeline, opt: Any = OPT) -> Any:
         axes = tuple([name for name in self.axes if name != "tp"])
-        return fzero.shard(step_of(loss, opt), self.stage, self.mesh, axis=axes, split=loss.split)
+        return fzero.shard(make_step(loss, opt), self.stage, self.mesh, axis=axes, split=loss.split)
 
 
 AXES = st.one_of(
@@ -63,7 +63,7 @@ def tp(path: str, x: torch.Tensor) -> dict[str, int] | None:
 
 def params_in(depth: int, tied: bool) -> dict[str, Any]:
     """Parameters whose blocks have a leaf that tensor parallelism may split, and maybe one that is there twice."""
-    params = params_of(depth, torch.float32)
+    params = make_params(depth, torch.float32)
     for i, p in enumerate(params["blocks"]):
         p["even"] = torch.full((4, 3), float(i), dtype=torch.bfloat16)
         p["again"] = p["b"] if tied else p["b"] + i
@@ -148,7 +148,7 @@ def test_all_ranks_together_write_each_block_once(depth, placed, tied):
 def test_a_rank_reads_the_blocks_of_its_stages_alone():
     placed = Placed({"dp": 2, "pp": 3}, 3, "1f1b", "vmap")
     loss = placed.loss(7)
-    step, state = like_in(placed, loss, params_of(7))
+    step, state = like_in(placed, loss, make_params(7))
     held = local_tree("state", state, step.mesh)
 
     def blocks(pieces: Any) -> set[int]:
@@ -166,7 +166,7 @@ def test_a_rank_reads_the_blocks_of_its_stages_alone():
 def test_idle_places_of_a_pipeline_are_loaded_with_copies_of_a_block():
     """Where one program is that of all ranks, a block runs on them: what it makes must be finite."""
     placed = Placed({"pp": 2}, 0, "1f1b", "vmap")
-    loss, params = placed.loss(3), params_of(3)
+    loss, params = placed.loss(3), make_params(3)
     step, state = like_in(placed, loss, params)
     idle = [row.index(None) for row in loss.placement(2, 3).blocks if None in row]
     assert idle
@@ -177,8 +177,8 @@ def test_idle_places_of_a_pipeline_are_loaded_with_copies_of_a_block():
 
 
 def test_training_resumed_in_another_pipeline_equals_uninterrupted_training(tmp_path):
-    params = params_of(5)
-    expected = train_plainly(loss_of(4, depth=5), params, 16, steps=4)[0]
+    params = make_params(5)
+    expected = train_plainly(make_loss(4, depth=5), params, 16, steps=4)[0]
     for i, placed in enumerate(
         (
             Placed({"dp": 2, "pp": 2}, 2, "1f1b", "lockstep"),
@@ -193,7 +193,7 @@ def test_training_resumed_in_another_pipeline_equals_uninterrupted_training(tmp_
             p, s = step.init(loss.stack(params, step.mesh), OPT)
             state = runs.restore({"params": p, "opt_state": s, "step": 0})
             assert state["step"] == i
-            batch = batch_of(16, i)
+            batch = make_batch(16, i)
             batch = step.mesh.split(batch, "dp") if "dp" in placed.axes else batch
             p, s, _ = step(state["params"], state["opt_state"], batch)
             runs.save(i + 1, {"params": p, "opt_state": s, "step": i + 1})
@@ -203,14 +203,14 @@ def test_training_resumed_in_another_pipeline_equals_uninterrupted_training(tmp_
 
 def test_a_state_that_is_stacked_without_boxes_is_not_taken_for_blocks(tmp_path):
     """The error lists the leaves, since nothing says which blocks are among them."""
-    loss, mesh = loss_of(4), fzero.mesh(pp=2)
-    fzero.save(tmp_path, loss.stack(params_of(4), mesh))
+    loss, mesh = make_loss(4), fzero.mesh(pp=2)
+    fzero.save(tmp_path, loss.stack(make_params(4), mesh))
     with pytest.raises(
         fzero.errors.CheckpointError, match=r"leaf 'blocks.0.b' is float64 \[2, 5\] there, and float64 \[5\] here"
     ):
-        fzero.load(tmp_path, like=params_of(4))
+        fzero.load(tmp_path, like=make_params(4))
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
-    step, state = like_in(placed, loss, params_of(4))
+    step, state = like_in(placed, loss, make_params(4))
     with pytest.raises(fzero.errors.CheckpointError, match=r"float64 \[2, 5\] there"):
         fzero.load(tmp_path, like=state["params"], mesh=step.mesh)
 
@@ -222,7 +222,7 @@ def test_a_list_with_the_same_ending_is_not_the_list_of_blocks():
 
 def test_a_stacked_list_without_its_tree_is_refused(tmp_path):
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
-    step, state = like_in(placed, loss_of(4), params_of(4))
+    step, state = like_in(placed, make_loss(4), make_params(4))
     text = r"leaf '0.w' is the parameter 'blocks.0.w' of the list 'blocks', which is stacked by rank: expected a tree"
     with pytest.raises(ValueError, match=text):
         fzero.save(tmp_path, state["params"]["blocks"], step.mesh)
@@ -231,11 +231,11 @@ def test_a_stacked_list_without_its_tree_is_refused(tmp_path):
 def test_a_manifest_tells_versions_apart(tmp_path):
     """A checkpoint without a pipeline is read by programs that know of none."""
     mesh = fzero.mesh(dp=2)
-    fzero.save(tmp_path / "dense", mesh.spmd(fzero.partition)(params_of(2)), mesh)
+    fzero.save(tmp_path / "dense", mesh.spmd(fzero.partition)(make_params(2)), mesh)
     assert b'"version":1,' in (tmp_path / "dense" / "manifest.json").read_bytes()
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
-    step, state = like_in(placed, loss_of(4), params_of(4))
-    state = {"params": step.partition(loss_of(4).stack(params_of(4), step.mesh))}
+    step, state = like_in(placed, make_loss(4), make_params(4))
+    state = {"params": step.partition(make_loss(4).stack(make_params(4), step.mesh))}
     fzero.save(tmp_path / "piped", state, step.mesh)
     assert b'"version":2,' in (tmp_path / "piped" / "manifest.json").read_bytes()
 
@@ -251,8 +251,8 @@ def test_a_manifest_tells_versions_apart(tmp_path):
 )
 def test_an_inconsistent_manifest_of_a_pipeline_is_reported_as_damaged(tmp_path, at, copies, said):
     placed = Placed({"pp": 2}, 3, "1f1b", "vmap")
-    step, _ = like_in(placed, loss_of(4), params_of(4))
-    fzero.save(tmp_path, {"params": step.partition(loss_of(4).stack(params_of(4), step.mesh))}, step.mesh)
+    step, _ = like_in(placed, make_loss(4), make_params(4))
+    fzero.save(tmp_path, {"params": step.partition(make_loss(4).stack(make_params(4), step.mesh))}, step.mesh)
     body = body_of(tmp_path)
     body["groups"][0][4:] = [at, copies]
     write_manifest(tmp_path, body)
@@ -262,7 +262,7 @@ def test_an_inconsistent_manifest_of_a_pipeline_is_reported_as_damaged(tmp_path,
 
 def test_a_pipeline_writes_the_hugging_face_files_of_the_whole_model(tmp_path):
     """They are equal to the byte, and in the order of the model."""
-    params = fill(params_of(12, torch.float32))
+    params = fill(make_params(12, torch.float32))
     fzero.checkpoint.hf.write(tmp_path / "dense", params, name=lambda path: f"model.{path}")
     for n, placed in enumerate(
         (Placed({"dp": 2, "pp": 3}, 3, "interleaved", "vmap"), Placed({"pp": 2}, 0, "zbv", "lockstep"))
@@ -279,7 +279,7 @@ def test_a_pipeline_writes_the_hugging_face_files_of_the_whole_model(tmp_path):
 
 
 def test_a_pipeline_writes_the_dcp_folder_of_the_whole_model(tmp_path):
-    params = fill(params_of(5, torch.float32))
+    params = fill(make_params(5, torch.float32))
     placed = Placed({"dp": 2, "pp": 2}, 2, "interleaved", "vmap")
     loss = placed.loss(5)
     step, _ = like_in(placed, loss, params)

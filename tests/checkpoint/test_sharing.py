@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import optim
 from fzero.checkpoint._read_memory import _overlapping_indices
-from tests.checkpoint.states import Layout, fill, same_bits, sharded, whole_of
+from tests.checkpoint.states import Layout, fill, same_bits, shard_step, whole_of
 from tests.helpers import examples
 
 VIEWS: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_an_expanded_leaf_gets_memory_of_its_own(tmp_path):
 @given(st.integers(0, 3), st.integers(1, 4))
 def test_averages_that_start_as_the_parameters_are_loaded_apart(tmp_path_factory, stage, n):
     path = tmp_path_factory.mktemp("saved")
-    step = sharded(Layout({"dp": n}, stage))
+    step = shard_step(Layout({"dp": n}, stage))
     params, _ = step.init({"w": torch.zeros(5), "b": [torch.zeros(2, 3)]}, optim.sgd(0.1))
     state, whole = fill(step, {"params": params, "opt_state": step.partition(step.gather(params))}, seed=1)
     fzero.save(path, state, step.mesh)

@@ -32,7 +32,7 @@ def all_codecs() -> st.SearchStrategy[Codec]:
     return st.builds(make, st.sampled_from(KINDS), st.sampled_from(BLOCKS), st.booleans())
 
 
-def spread(shape: Any, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_spread(shape: Any, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Numbers whose blocks have very different magnitudes."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g) * 10 ** (4 * torch.rand(shape, generator=g) - 2)
@@ -63,7 +63,7 @@ def test_the_numbers_of_a_kind_are_those_of_its_row(kind):
     seed=st.integers(0, 99),
 )
 def test_the_error_of_rounding_is_within_the_codecs_bound(codec, shape, dtype, seed):
-    x = spread(shape, seed, dtype)
+    x = make_spread(shape, seed, dtype)
     encoded = codec.encode(x)
     assert encoded.payload.dtype == torch.uint8
     assert encoded.payload.numel() + 4 * encoded.magnitudes.numel() == codec.num_bytes(x.numel())
@@ -77,7 +77,7 @@ def test_the_error_of_rounding_is_within_the_codecs_bound(codec, shape, dtype, s
 @given(codec=all_codecs(), rows=st.integers(1, 4), seed=st.integers(0, 99))
 def test_a_block_depends_on_its_elements_alone(codec, rows, seed):
     """What other blocks hold changes nothing: scales are not shared, and the largest element of integers is exact."""
-    x = spread((rows, codec.block), seed)
+    x = make_spread((rows, codec.block), seed)
     alone = torch.stack([codec.round(row) for row in x])
     if codec.is_stochastic:  # where a block stands, too
         alone[1:] = codec.round(x)[1:]
@@ -98,7 +98,7 @@ def test_integers_up_to_the_largest_code_are_exact(kind, largest):
 @pytest.mark.parametrize("kind,dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
 def test_float8_is_torchs_own(kind, dtype):
     """With a largest element of the dtype's largest number the scale is 1, and the code is torch's cast."""
-    x = torch.cat([spread((999,), 0), torch.tensor([torch.finfo(dtype).max])])
+    x = torch.cat([make_spread((999,), 0), torch.tensor([torch.finfo(dtype).max])])
     assert torch.equal(codecs.float8(kind, block=1000).round(x), x.to(dtype).float())
 
 
@@ -119,7 +119,7 @@ def test_stochastic_rounding_has_the_right_mean(kind, value):
 
 
 def test_stochastic_rounding_is_a_function_of_place_and_value():
-    x = spread((512,), 0)
+    x = make_spread((512,), 0)
     codec = codecs.int4(rounding="stochastic")
     assert torch.equal(codec.round(x), codec.round(x.clone()))
     halves = torch.cat([codec.round(x[:256]), codec.round(x[256:])])
@@ -129,7 +129,7 @@ def test_stochastic_rounding_is_a_function_of_place_and_value():
 @examples(10, 50)
 @given(codec=all_codecs(), value=st.sampled_from([math.inf, -math.inf, math.nan]), at=st.integers(0, 9))
 def test_a_nonfinite_number_makes_its_block_nan(codec, value, at):
-    x = spread((10,), 1)
+    x = make_spread((10,), 1)
     y = codec.round(x)
     x[at] = value
     block = at // codec.block
@@ -151,7 +151,7 @@ def test_zeros_and_the_smallest_numbers_stay_finite(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_differentiates_as_the_identity(kind):
-    x, w = spread((5, 9), 0), spread((5, 9), 1)
+    x, w = make_spread((5, 9), 0), make_spread((5, 9), 1)
     codec = Codec(kind, block=4)
     assert torch.equal(torch.func.grad(lambda x: (codec.round(x) * w).sum())(x), w)
     assert torch.equal(torch.func.jvp(codec.round, (x,), (w,))[1], w)

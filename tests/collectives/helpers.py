@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fzero
 
 
-def stacked(n: int, *shape: int, seed: int = 0) -> torch.Tensor:
+def draw_stacked(n: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 

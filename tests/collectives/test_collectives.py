@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import PerRank
-from tests.collectives.helpers import COLLECTIVES, simulations, stacked
+from tests.collectives.helpers import COLLECTIVES, draw_stacked, simulations
 from tests.helpers import examples
 
 
@@ -31,7 +31,7 @@ each_collective = pytest.mark.parametrize("name", sorted(COLLECTIVES))
 @given(n=RANKS, seed=st.integers(0, 9), simulate=simulations)
 def test_a_collective_equals_its_formula_on_stacked_inputs(name, n, seed, simulate):
     f, shape, expected = COLLECTIVES[name]
-    X = stacked(n, *shape(n), seed=seed)
+    X = draw_stacked(n, *shape(n), seed=seed)
     torch.testing.assert_close(on_ranks(n, f, X, simulate=simulate), expected(X).contiguous())
 
 
@@ -41,7 +41,7 @@ def test_a_collective_equals_its_formula_on_stacked_inputs(name, n, seed, simula
 def test_a_collective_in_lockstep_equals_vmap_bit_for_bit(name, n):
     """The collective, its gradient, second gradient, jvp, per-sample gradient and inner vmap."""
     f, shape, _ = COLLECTIVES[name]
-    X = stacked(n, 3, *shape(n))
+    X = draw_stacked(n, 3, *shape(n))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (torch.sin(f(x)) ** 2).sum()
@@ -63,7 +63,7 @@ def test_a_collective_in_lockstep_equals_vmap_bit_for_bit(name, n):
 def test_the_transpose_of_a_collective_passes_the_dot_product_test(name, n, seed):
     """<A x, y> = <x, A^T y>, where A^T y is what torch.func.vjp gives inside the rank program."""
     f, shape, _ = COLLECTIVES[name]
-    X = stacked(n, *shape(n), seed=seed)
+    X = draw_stacked(n, *shape(n), seed=seed)
     Y = torch.randn_like(on_ranks(n, f, X))
     transposed = on_ranks(n, lambda x, y: torch.func.vjp(f, x)[1](y)[0], X, Y)
     left, right = (on_ranks(n, f, X) * Y).sum(), (X * transposed).sum()
@@ -76,7 +76,7 @@ def test_the_transpose_of_a_collective_passes_the_dot_product_test(name, n, seed
 def test_a_gradient_inside_a_rank_program_equals_the_gradient_of_the_simulation(name, n):
     """grad inside is d(sum over ranks of the loss) / d(own input): what differentiating the simulation gives."""
     f, shape, _ = COLLECTIVES[name]
-    X = stacked(n, *shape(n))
+    X = draw_stacked(n, *shape(n))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return torch.sin(f(torch.cos(x))).sum()
@@ -91,7 +91,7 @@ def test_a_gradient_inside_a_rank_program_equals_the_gradient_of_the_simulation(
 @given(n=RANKS)
 def test_the_jvp_of_a_collective_is_the_collective_of_the_tangent(name, n):
     f, shape, _ = COLLECTIVES[name]
-    X, T = stacked(n, *shape(n)), stacked(n, *shape(n), seed=1)
+    X, T = draw_stacked(n, *shape(n)), draw_stacked(n, *shape(n), seed=1)
     torch.testing.assert_close(on_ranks(n, lambda x, t: torch.func.jvp(f, (x,), (t,))[1], X, T), on_ranks(n, f, T))
 
 
@@ -102,7 +102,7 @@ def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
     """vmap(f) inside a rank program equals f on each sample, also when the sizes are equal."""
     f, shape, _ = COLLECTIVES[name]
     for size in {b, n}:
-        X = stacked(n, size, *shape(n))
+        X = draw_stacked(n, size, *shape(n))
         got = on_ranks(n, torch.vmap(f), X)
         one_by_one = [on_ranks(n, f, X[:, i]) for i in range(size)]
         torch.testing.assert_close(got, torch.stack(one_by_one, 1))
@@ -115,7 +115,7 @@ def test_an_inner_vmap_is_not_taken_for_the_axis(name, n, b):
 @given(n=FEW_RANKS)
 def test_vmap_gives_the_gradient_of_each_sample(name, n):
     f, shape, _ = COLLECTIVES[name]
-    X = stacked(n, 3, *shape(n))
+    X = draw_stacked(n, 3, *shape(n))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return torch.sin(f(x)).sum()
@@ -130,7 +130,7 @@ def test_vmap_gives_the_gradient_of_each_sample(name, n):
 @given(n=FEW_RANKS)
 def test_a_gradient_of_a_gradient_is_that_of_stacked_ranks(name, n):
     f, shape, _ = COLLECTIVES[name]
-    X = stacked(n, *shape(n))
+    X = draw_stacked(n, *shape(n))
 
     def norm_of_gradient(x: torch.Tensor) -> torch.Tensor:
         return torch.func.grad(lambda x: (f(x) ** 3).sum())(x).square().sum()
@@ -149,7 +149,7 @@ def test_make_fx_traces_a_collective_and_its_gradient(name, n):
     def g(X: torch.Tensor) -> torch.Tensor:
         return on_ranks(n, torch.func.grad(lambda x: torch.sin(f(x)).sum()), X)
 
-    X = stacked(n, *shape(n))
+    X = draw_stacked(n, *shape(n))
     graph = make_fx(g)(torch.zeros_like(X))
     torch.testing.assert_close(graph(X), g(X), rtol=0, atol=0)
 

@@ -45,7 +45,7 @@ def loss_for(total: Sum, after: Sum = lambda y: y, remat: bool = False) -> Calla
     return loss
 
 
-def one(y: torch.Tensor) -> torch.Tensor:
+def sum_once(y: torch.Tensor) -> torch.Tensor:
     return fzero.collectives.psum_invariant(y, tp())
 
 
@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[Sum, str]] = {
 }
 
 
-def refused(loss: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, said: str, **options: Any) -> None:
+def assert_refused(loss: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, said: str, **options: Any) -> None:
     step = fzero.shard(train_step_for(loss, OPT, **options), stage=stage, mesh=mesh, axis="dp", split=split)
     with pytest.raises(ValueError, match=said):
         step(*step.init(PARAMS, OPT), mesh.split(BATCH, "dp"))
@@ -80,7 +80,7 @@ def refused(loss: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, said: 
 @pytest.mark.parametrize("simulate", MESHES)
 def test_a_loss_that_uses_copies_as_one_value_is_refused(name, simulate):
     total, said = WRONG[name]
-    refused(loss_for(total), MESHES[simulate], 1, said)
+    assert_refused(loss_for(total), MESHES[simulate], 1, said)
 
 
 def copies(y: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def copies(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("simulate", MESHES)
 def test_copies_used_as_one_value_are_refused_at_every_stage_by_their_line(stage, simulate):
     line = rf"test_copies.py:{copies.__code__.co_firstlineno + 1}: psum over 'tp'"
-    refused(loss_for(copies), MESHES[simulate], stage, line, micro_batches=1 + stage % 2)
+    assert_refused(loss_for(copies), MESHES[simulate], stage, line, micro_batches=1 + stage % 2)
 
 
 def parts(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,10 @@ def test_copies_within_a_block_under_remat_are_refused(name, simulate):
     def loss(p: Any, batch: Any) -> torch.Tensor:
         return (BLOCKS[name](p, batch["x"] @ p["inp"]) - batch["y"]).square().mean()
 
-    refused(loss, MESHES[simulate], 2, "psum over 'tp' gives each rank a copy")
-    refused(lambda p, batch: fzero.remat(loss)(p, batch), MESHES[simulate], 3, "psum over 'tp' gives each rank a copy")
+    assert_refused(loss, MESHES[simulate], 2, "psum over 'tp' gives each rank a copy")
+    assert_refused(
+        lambda p, batch: fzero.remat(loss)(p, batch), MESHES[simulate], 3, "psum over 'tp' gives each rank a copy"
+    )
 
 
 @pytest.mark.parametrize("simulate", MESHES)
@@ -141,7 +143,7 @@ def test_a_psum_of_products_with_split_weights_is_refused(simulate):
         return fzero.collectives.psum(batch["x"].sum() * p["up"].sum(), "tp").square() + p["inp"].sum()
 
     for stage, k in ((0, 1), (1, 2), (3, 1)):  # in a box, whole leaves of it, and gathered
-        refused(loss, MESHES[simulate], stage, "psum over 'tp'", micro_batches=k)
+        assert_refused(loss, MESHES[simulate], stage, "psum over 'tp'", micro_batches=k)
 
 
 def test_jit_refuses_a_loss_that_uses_copies_as_one_value():
@@ -157,22 +159,25 @@ def each_in_its_own_way(y: torch.Tensor) -> torch.Tensor:
 
 
 def own_columns(copy: torch.Tensor) -> torch.Tensor:
-    return one(copy * (torch.arange(2) % fzero.axes.axis_size(tp()) == fzero.axes.axis_index(tp())))
+    return sum_once(copy * (torch.arange(2) % fzero.axes.axis_size(tp()) == fzero.axes.axis_index(tp())))
 
 
 RIGHT: dict[str, tuple[Sum, Sum]] = {
-    "one value": (one, lambda y: y),
+    "one value": (sum_once, lambda y: y),
     "each in its own way": (each_in_its_own_way, lambda y: y),
-    "the mean of one value": (one, lambda y: fzero.collectives.pmean(y, tp())),
-    "over the axis of the mean": (one, lambda y: y - fzero.collectives.pmean(y.mean(), "dp" if tp() else None)),
+    "the mean of one value": (sum_once, lambda y: fzero.collectives.pmean(y, tp())),
+    "over the axis of the mean": (
+        sum_once,
+        lambda y: y - fzero.collectives.pmean(y.mean(), "dp" if tp() else None),
+    ),
     "a constant": (
-        one,
+        sum_once,
         lambda y: y / fzero.collectives.psum(torch.ones_like(y), "tp" if tp() else None).detach() * (2 if tp() else 1),
     ),
-    "what is not differentiated": (one, lambda y: y + 0 * fzero.collectives.psum(y.detach(), tp())),
+    "what is not differentiated": (sum_once, lambda y: y + 0 * fzero.collectives.psum(y.detach(), tp())),
     "behind a sum that is one": (
-        lambda y: one(
-            fzero.collectives.pvary(fzero.collectives.pmean(one(y), tp()), tp()) / fzero.axes.axis_size(tp())
+        lambda y: sum_once(
+            fzero.collectives.pvary(fzero.collectives.pmean(sum_once(y), tp()), tp()) / fzero.axes.axis_size(tp())
         ),
         lambda y: y,
     ),

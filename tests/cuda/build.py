@@ -28,7 +28,7 @@ def libraries(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     newest = max(source.stat().st_mtime for source in sources)
     if all(path.exists() and path.stat().st_mtime > newest for path in results.values()):
         return results
-    wanted = undefined()
+    wanted = list_undefined()
     driver = {name for name in wanted if OF_DRIVER.match(name)}
     management = {name for name in wanted if name.startswith("nvml")}
     runtime = ["cudart.cpp", "cublas.cpp", "nccl.cpp"]
@@ -39,7 +39,7 @@ def libraries(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     }
 
 
-def undefined() -> set[str]:
+def list_undefined() -> set[str]:
     """Name the functions that the libraries of torch and Triton expect from CUDA's."""
     results: set[str] = set()
     for pattern in ("lib*cuda*.so", "*nvrtc*.so", "libtorch_python.so"):

@@ -68,11 +68,11 @@ def _library() -> ctypes.CDLL:
 
 def note(kind: str, size: int, name: str) -> None:
     """Note something of one's own in the log of the CUDA without a GPU."""
-    _library().cuda_log_note(_kept(kind), None, size, _kept(name))
+    _library().cuda_log_note(_keep_text(kind), None, size, _keep_text(name))
 
 
 @functools.cache
-def _kept(text: str) -> bytes:
+def _keep_text(text: str) -> bytes:
     """Return bytes that live as long as the process, since the log keeps pointers."""
     return text.encode()
 

@@ -57,7 +57,7 @@ def write() -> None:
         "## Collectives behind products",
         "A collective is hidden if the compute stream was given products after the collective was issued and before it "
         "had to wait for it. Stage 3.",
-        _hidden(_first([r for r in rows if r["task"] in SIZES and r["stage"] == 3])),
+        _print_hidden(_first([r for r in rows if r["task"] in SIZES and r["stage"] == 3])),
     ]
     publish(str(processes.ROOT / "benchmarks" / "cuda.py"), "make cuda", parts, write=True)
 
@@ -120,7 +120,7 @@ def _graphs(rows: list[dict[str, Any]]) -> str:
     return table(head, lines)
 
 
-def _hidden(rows: list[dict[str, Any]]) -> str:
+def _print_hidden(rows: list[dict[str, Any]]) -> str:
     head = ["model", "backend", "all_gathers", "hidden", "reduce_scatters", "hidden"]
     lines = []
     for r in rows:

@@ -298,7 +298,7 @@ def split_layers(ranks: int, sequence: bool = False) -> Task:
     return Task({"dp": ranks // 2, "tp": 2}, shard, step, opt, params_of, lambda: torch.randint(64, (4, 16)), ("dp",))
 
 
-def offloaded(ranks: int, update: str) -> Task:
+def make_offloaded(ranks: int, update: str) -> Task:
     """The perceptron with half of AdamW's state on the host, updated there or on the device."""
     half = optim.offload(optim.adamw(3e-4), 0.5, update_on=update)
     return perceptron(ranks, optim.chain(optim.clip_by_global_norm(1.0), half))
@@ -328,8 +328,8 @@ TASKS: dict[str, Callable[[int], Task]] = {
     "sequences, all_to_all, capped": lambda ranks: sequences(ranks, "all_to_all", torch.bfloat16, softcap=30.0),
     "tensor": split_layers,
     "tensor, parts of tokens": lambda ranks: split_layers(ranks, sequence=True),
-    "offload, host update": lambda ranks: offloaded(ranks, "host"),
-    "offload, device update": lambda ranks: offloaded(ranks, "device"),
+    "offload, host update": lambda ranks: make_offloaded(ranks, "host"),
+    "offload, device update": lambda ranks: make_offloaded(ranks, "device"),
     LLAMA: lambda ranks: language_model(ranks, "llama-3-8b", 8192),
     MIXTRAL: lambda ranks: language_model(ranks, "mixtral-8x7b", 4096, depth=8, ep=8),
     "toy, bfloat16": lambda ranks: transformer(ranks, SIZES["toy"], torch.bfloat16),

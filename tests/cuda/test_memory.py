@@ -21,14 +21,14 @@ def models(model: str, backend: str, expandable: bool = False) -> dict:
     return measure_task(model, backend, lazy=True, expandable=expandable)
 
 
-def planned(step: dict) -> int:
+def planned_bytes(step: dict) -> int:
     return step["plan"] + step["workspace"]
 
 
 @pytest.mark.parametrize(("model", "backend"), MODELS)
 def test_the_memory_that_a_step_requests_is_its_plans(model, backend):
     for stage, step in models(model, backend).items():
-        assert step["requested"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
+        assert step["requested"] == pytest.approx(planned_bytes(step), rel=0.005), f"stage {stage}"
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -66,7 +66,7 @@ def test_a_steady_step_asks_the_driver_for_no_memory(model, backend):
 @pytest.mark.parametrize(("model", "backend"), MODELS)
 def test_with_expandable_segments_no_block_is_rounded_and_a_step_asks_for_no_memory(model, backend):
     for stage, step in models(model, backend, expandable=True).items():
-        assert step["peak"] == pytest.approx(planned(step), rel=0.005), f"stage {stage}"
+        assert step["peak"] == pytest.approx(planned_bytes(step), rel=0.005), f"stage {stage}"
         assert "malloc" not in step["counts"], f"stage {stage}"
 
 

@@ -17,14 +17,14 @@ from tests.helpers import cases, examples
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
 
-def rounded(n: int, buckets: Any) -> int:
+def round_up(n: int, buckets: Any) -> int:
     return min(b for b in buckets if b >= n)
 
 
 def on_average(lengths: list[int], buckets: Any, batch: int) -> float:
     """The length of a batch, on average over all draws with replacement, one by one."""
     draws = list(itertools.product(lengths, repeat=batch))
-    return sum(rounded(max(draw), buckets) for draw in draws) / len(draws)
+    return sum(round_up(max(draw), buckets) for draw in draws) / len(draws)
 
 
 @examples(40, 300)
@@ -85,7 +85,7 @@ def test_padded_batches_have_one_length_on_all_ranks_and_do_not_depend_on_the_me
         indices = numbered.indices(i)
         longest = max(len(result[j]["input_ids"]) for j in indices)
         tokens = batch.value["input_ids"].flatten(0, 1)
-        assert tokens.shape == (4, rounded(longest, pad.buckets))
+        assert tokens.shape == (4, round_up(longest, pad.buckets))
         for row, j in zip(tokens, indices, strict=True):
             assert torch.equal(row[: len(result[j]["input_ids"])], result[j]["input_ids"])
     assert "3 lengths, " in repr(numbered) and "% padded" in repr(numbered)

@@ -11,7 +11,7 @@ from fzero import PerRank, optim, tree
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
-from tests.collectives.helpers import stacked
+from tests.collectives.helpers import draw_stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import either, train_step_for
 from tests.zero.helpers import ARRANGEMENTS, along, parallel_loss, parallel_params
@@ -39,7 +39,7 @@ def collectives_over_some_axes_equal_lockstep(_: fzero.ranks.Mesh) -> None:
         for names in tuples:
             n = fzero.mesh(simulate=True, **{name: shape[name] for name in names}).size
             for f in along(names).values():
-                X = stacked(4, 2, 2 * n)
+                X = draw_stacked(4, 2, 2 * n)
 
                 def loss(x: torch.Tensor, f: Any = f) -> torch.Tensor:
                     return (torch.sin(f(x)) ** 2).sum()

@@ -16,7 +16,7 @@ from fzero.collectives import gloo
 from fzero.sharding import Shard
 from fzero.sharding._boxes import is_box
 from fzero.testing import assert_trees_close
-from tests.collectives.helpers import COLLECTIVES, stacked
+from tests.collectives.helpers import COLLECTIVES, draw_stacked
 from tests.distributed.harness import Cases, into, run
 from tests.helpers import ALL_STAGES, LEAST, either, mlp_batch, mlp_loss, mlp_params, train_step_for
 from tests.random.helpers import BATCH, PARAMS, keyed_step, made_by, masks
@@ -26,7 +26,7 @@ SLOW: Cases = {}  # of them; only make test-all runs these
 case, slow_case = into(CASES), into(CASES, SLOW)
 
 
-def own(mesh: fzero.ranks.Mesh, value: torch.Tensor) -> torch.Tensor:
+def own_part(mesh: fzero.ranks.Mesh, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of what a simulation stacks."""
     return value[mesh.rank]
 
@@ -36,7 +36,7 @@ def collectives_equal_the_simulation(mesh: fzero.ranks.Mesh) -> None:
     """Value, gradient, second gradient, jvp and per-sample gradient of every collective, in both simulations."""
     n = mesh.size
     for f, shape, _ in COLLECTIVES.values():
-        X = stacked(n, 3, *shape(n))
+        X = draw_stacked(n, 3, *shape(n))
 
         def loss(x: torch.Tensor, f: Any = f) -> torch.Tensor:
             return (torch.sin(f(x)) ** 2).sum()
@@ -50,9 +50,9 @@ def collectives_equal_the_simulation(mesh: fzero.ranks.Mesh) -> None:
         ]
         for program in programs:
             boxed = lambda x, program=program: PerRank(program(x))  # noqa: E731
-            got = mesh.spmd(boxed)(mesh.local(own(mesh, X))).value
+            got = mesh.spmd(boxed)(mesh.local(own_part(mesh, X))).value
             for simulate in either(("lockstep",), ("vmap", "lockstep")):
-                expected = own(mesh, fzero.mesh(dp=n, simulate=simulate).spmd(boxed)(PerRank(X)).value)
+                expected = own_part(mesh, fzero.mesh(dp=n, simulate=simulate).spmd(boxed)(PerRank(X)).value)
                 # bitwise on two ranks; gloo sums in its own order on more
                 torch.testing.assert_close(got, expected, rtol=0 if n == 2 else 1e-12, atol=0 if n == 2 else 1e-12)
 
@@ -172,7 +172,7 @@ def _shards(values: Any) -> list[torch.Tensor]:
 
 
 def _own_shards(mesh: fzero.ranks.Mesh, values: Any) -> list[torch.Tensor]:
-    return [own(mesh, x) for x in _shards(values)]
+    return [own_part(mesh, x) for x in _shards(values)]
 
 
 @case
@@ -426,7 +426,7 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
     simulated = [fzero.mesh(dp=n, simulate=simulate) for simulate in ("vmap", "lockstep")]
     for m in simulated:
         expected = m.spmd(program)(key, torch.ones(5, 3)).value
-        assert own(mesh, expected).equal(mesh.spmd(program)(key, torch.ones(5, 3)).value)
+        assert own_part(mesh, expected).equal(mesh.spmd(program)(key, torch.ones(5, 3)).value)
         assert expected.flatten(1).unique(dim=0).shape[0] == n
     opt, before = optim.adam(1e-2), torch.get_rng_state()
     twin = fzero.shard(keyed_step(opt, micro_batches=3), stage=0, mesh=simulated[0])
@@ -435,7 +435,7 @@ def draws_by_key_are_those_of_the_simulations(mesh: fzero.ranks.Mesh) -> None:
         step = fzero.shard(keyed_step(opt, micro_batches=3), stage=stage, mesh=mesh, check=True)
         for f in (step, fzero.jit(step, backend="fx", **LEAST)) if stage in either((3,), (1, 3)) else (step,):
             *_, dropped = f(*step.init(PARAMS, opt), mesh.split(BATCH), key)
-            assert dropped.value.equal(own(mesh, expected.value))
+            assert dropped.value.equal(own_part(mesh, expected.value))
         params, _ = step.init(lambda: made_by(key), opt)
         assert_trees_close(step.gather(params), made_by(key), rtol=0)
     assert torch.equal(before, torch.get_rng_state())

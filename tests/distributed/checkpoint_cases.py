@@ -163,7 +163,7 @@ def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.ranks.Mesh) -> None:
         )
 
 
-def refused(text: str, f: Any, *args: Any, **options: Any) -> None:
+def assert_refused(text: str, f: Any, *args: Any, **options: Any) -> None:
     start = time.monotonic()
     with pytest.raises(fzero.errors.CheckpointError) as error:
         f(*args, **options)
@@ -190,30 +190,32 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> No
                 if mesh.rank == last:
                     patch.setattr(_files.os, "writev", broken)
                 text = rf"nothing was saved to '{path}': rank {last}: OSError: \[Errno 5\] planted$"
-                refused(text, lambda b: fzero.save(path, other, mesh, background=b).wait(), background)
+                assert_refused(text, lambda b: fzero.save(path, other, mesh, background=b).wait(), background)
         with pytest.MonkeyPatch.context() as patch:
             if mesh.rank == last:
                 patch.setattr(_files.os, "writev", slow)
-            refused(rf"rank {last} did not report within 1 s", fzero.save, path, other, mesh, timeout=1)
+            assert_refused(rf"rank {last} did not report within 1 s", fzero.save, path, other, mesh, timeout=1)
         torch.distributed.barrier()
         mine: Any = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(
+        assert_refused(
             rf"than rank 0: leaf 'w' is F32 \[8\] on rank 0 and F32 \[9\] on rank {last}", fzero.save, path, mine, mesh
         )
-        refused(rf"True' on rank {last}$", fzero.save, path / str(mesh.rank == last), other, mesh)
+        assert_refused(rf"True' on rank {last}$", fzero.save, path / str(mesh.rank == last), other, mesh)
         best: Any = {**other, "best": float(mesh.rank == last)}
-        refused(rf"value 'best' is 0.0 on rank 0 and 1.0 on rank {last}$", fzero.save, path, best, mesh)
+        assert_refused(rf"value 'best' is 0.0 on rank 0 and 1.0 on rank {last}$", fzero.save, path, best, mesh)
         more = best if mesh.rank == last else other
-        refused(rf"value 'best' is missing on rank 0 and 1.0 on rank {last}$", fzero.save, path, more, mesh)
+        assert_refused(rf"value 'best' is missing on rank 0 and 1.0 on rank {last}$", fzero.save, path, more, mesh)
         mine = {"w": object()} if mesh.rank == last else other
         if mesh.rank == last:
             with pytest.raises(TypeError, match=r"the tree leaf 'w' is '<object .* which a checkpoint cannot hold"):
                 fzero.save(path, mine, mesh)
         else:
-            refused(rf"rank {last} failed: TypeError: the tree leaf 'w' is '<object", fzero.save, path, mine, mesh)
+            assert_refused(
+                rf"rank {last} failed: TypeError: the tree leaf 'w' is '<object", fzero.save, path, mine, mesh
+            )
         assert fzero.load(path, like=other, mesh=mesh)["w"].sum() == 0, "the old one is gone"
         like = {"w": torch.ones(8 if mesh.rank == last else 9)}
-        refused(r"leaf 'w' is float32 \[8\] there, and float32 \[9\] here", fzero.load, path, like, mesh)
+        assert_refused(r"leaf 'w' is float32 \[8\] there, and float32 \[9\] here", fzero.load, path, like, mesh)
 
 
 @case
@@ -330,7 +332,7 @@ def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.ran
                 with pytest.raises(OSError, match="planted"):
                     fzero.checkpoint.hf.write(path, {"w": torch.ones(8)}, mesh)
             else:
-                refused(
+                assert_refused(
                     rf"rank {last} failed: OSError: .*planted",
                     fzero.checkpoint.hf.write,
                     path,
@@ -341,9 +343,9 @@ def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.ran
         assert sorted(os.listdir(path)) == before
         assert fzero.checkpoint.hf.read(path, {"w": torch.ones(8)}, mesh)["w"].sum() == 0, "the old one is gone"
         mine: Any = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(rf"rank {last} has another tree, or another folder", fzero.checkpoint.hf.write, path, mine, mesh)
+        assert_refused(rf"rank {last} has another tree, or another folder", fzero.checkpoint.hf.write, path, mine, mesh)
         like = {"w": torch.ones(9 if mesh.rank == last else 8)}
-        refused(
+        assert_refused(
             r"tensor 'w' is float32 \[8\] there, and leaf 'w' is float32 \[9\]",
             fzero.checkpoint.hf.read,
             path,
@@ -393,12 +395,12 @@ def a_call_that_fails_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> 
     with folder(mesh) as path:
         values = {"w": torch.ones(8)}
         mine = {"w": torch.ones(8 + (mesh.rank == last))}
-        refused(rf"rank {last} has another tree", fzero.checkpoint.dcp.save, path / "a", mine, mesh)
+        assert_refused(rf"rank {last} has another tree", fzero.checkpoint.dcp.save, path / "a", mine, mesh)
         assert not (path / "a").exists()
         fzero.checkpoint.dcp.save(path / "a", values, mesh)
         torch.distributed.barrier()
-        refused(r"/a' holds a checkpoint \(.metadata\)", fzero.checkpoint.dcp.save, path / "a", values, mesh)
-        refused(
+        assert_refused(r"/a' holds a checkpoint \(.metadata\)", fzero.checkpoint.dcp.save, path / "a", values, mesh)
+        assert_refused(
             r"leaf 'w' is float32 \[8\] there, and float32 \[9\] here",
             fzero.checkpoint.dcp.load,
             path / "a",
@@ -409,7 +411,7 @@ def a_call_that_fails_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> 
             if mesh.rank == last:
                 patch.setattr(torch, "load", lambda *args, **options: 1 / 0)
             text = rf"/a' could not be read: rank {last}: ZeroDivisionError: division by zero$"
-            refused(text, fzero.checkpoint.dcp.load, path / "a", values, mesh)
+            assert_refused(text, fzero.checkpoint.dcp.load, path / "a", values, mesh)
 
 
 @case

@@ -20,7 +20,7 @@ def into(*cases: Cases) -> Callable[[Case], Case]:
     return case
 
 
-def broken(mesh: fzero.ranks.Mesh) -> None:
+def raise_on_rank_1(mesh: fzero.ranks.Mesh) -> None:
     if mesh.rank == 1:
         raise RuntimeError("planted")
     torch.distributed.barrier()
@@ -29,7 +29,7 @@ def broken(mesh: fzero.ranks.Mesh) -> None:
 def run(cases: Cases) -> None:
     torch.set_num_threads(1)
     mesh = fzero.mesh(dp=-1)
-    for name, f in ({name: {**cases, "broken": broken}[name] for name in sys.argv[1:]} or cases).items():
+    for name, f in ({name: {**cases, "broken": raise_on_rank_1}[name] for name in sys.argv[1:]} or cases).items():
         f(mesh)
         print(f"rank {mesh.rank}: {name}: ok", flush=True)
     torch.distributed.destroy_process_group()

@@ -20,15 +20,15 @@ from tests.memory import peak_bytes
 from tests.parallel.pipeline import helpers as split_model
 from tests.parallel.pipeline.model import (
     OPT,
-    batch_of,
     block,
     fill,
-    loss_of,
-    moved_by_small_gradients,
-    params_of,
-    step_of,
+    make_batch,
+    make_loss,
+    make_params,
+    make_step,
+    train_by_small_gradients,
+    train_on,
     train_plainly,
-    trained_on,
 )
 from tests.parallel.schedules.named import NAMED
 from tests.tiny_gpt import gpt_block, gpt_params
@@ -46,8 +46,8 @@ def mesh_of(world: fzero.ranks.Mesh) -> fzero.ranks.Mesh:
 def check(
     mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipeline, depth: int, **options: Any
 ) -> None:
-    params, size = params_of(depth), 8 * dict(mesh.shape)["dp"]
-    result = trained_on(mesh, stage, loss, params, size, **options)
+    params, size = make_params(depth), 8 * dict(mesh.shape)["dp"]
+    result = train_on(mesh, stage, loss, params, size, **options)
     assert_trees_close(result, train_plainly(loss, params, size), 1e-9)
 
 
@@ -56,14 +56,14 @@ def tables_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
     """Each stage of ZeRO runs some schedule: eagerly, and as one graph a rank, whose stages differ."""
     tables = [*enumerate(("1f1b", "zbv", "interleaved", "gpipe"))]
     for stage, name in either(tables[1:2], tables):
-        loss = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
+        loss = make_loss(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
         for jit in either((None,) if stage in (1, 2) else ({"backend": "fx"},), (None, {"backend": "fx"})):
             check(mesh_of(world), stage, loss, 5, jit=jit)
 
 
 @case
 def each_action_may_gather_and_reduce(world: fzero.ranks.Mesh) -> None:
-    loss = loss_of(4, remat=True)
+    loss = make_loss(4, remat=True)
     early = {"backend": "fx", "memory_budget": 1e12}  # the previous stage's gradient is sent before weights' gradients
     for jit in either((early,), (None, {"backend": "fx"}, early)):
         check(mesh_of(world), 3, loss, 4, gather=False, jit=jit)
@@ -72,22 +72,22 @@ def each_action_may_gather_and_reduce(world: fzero.ranks.Mesh) -> None:
 @slow
 def small_gradients_in_float16_are_kept_by_a_loss_scale(world: fzero.ranks.Mesh) -> None:
     mesh = mesh_of(world)
-    expected = moved_by_small_gradients(fzero.mesh(dp=1, simulate="lockstep"), 2.0**15)
+    expected = train_by_small_gradients(fzero.mesh(dp=1, simulate="lockstep"), 2.0**15)
     for jit in either(({"backend": "fx"},), (None, {"backend": "fx"})):
-        assert_trees_close(moved_by_small_gradients(mesh, 2.0**15, jit), expected, 5e-3)
+        assert_trees_close(train_by_small_gradients(mesh, 2.0**15, jit), expected, 5e-3)
 
 
 @case
 def a_jitted_evaluation_gives_what_an_eager_one_does(world: fzero.ranks.Mesh) -> None:
     """Its messages are permutations, of which each rank's graph has its own part."""
-    mesh, params = mesh_of(world), params_of(5)
-    loss = loss_of(2, schedule="interleaved", stages_per_rank=2, depth=5)
-    step: Any = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+    mesh, params = mesh_of(world), make_params(5)
+    loss = make_loss(2, schedule="interleaved", stages_per_rank=2, depth=5)
+    step: Any = fzero.shard(make_step(loss), 3, mesh, split=loss.split)
     sharded, _ = step.init(loss.stack(params, mesh), OPT)
     predict = fzero.jit(fzero.predict(step, loss.outputs(lambda rest, x, batch: x @ rest["table"].T)), backend="fx")
-    result = predict(sharded, mesh.split(batch_of(8), "dp"))
+    result = predict(sharded, mesh.split(make_batch(8), "dp"))
     assert_trees_close(
-        result, loss_of(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, batch_of(8)), 1e-9
+        result, make_loss(1).outputs(lambda rest, x, batch: x @ rest["table"].T)(params, make_batch(8)), 1e-9
     )
 
 
@@ -98,17 +98,17 @@ def schedules_that_differ_by_rank_are_refused(world: fzero.ranks.Mesh) -> None:
     place = dict(zip(mesh.axis_names, mesh.coordinates(mesh.rank), strict=True))["pp"]
     ways = (None, {"backend": "fx"})
     for i, different in enumerate(({"schedule": ("1f1b", "gpipe")[place]}, {"micro_batches": 4 * (place + 1)})):
-        loss = loss_of(**{"micro_batches": 4, **different})
+        loss = make_loss(**{"micro_batches": 4, **different})
         for jit in either(ways[i : i + 1], ways):
             with pytest.raises((ValueError, RuntimeError), match=r"different schedules|not the same step on all ranks"):
-                trained_on(mesh, 1, loss, params_of(4), 8 * dict(mesh.shape)["dp"], jit=jit)
+                train_on(mesh, 1, loss, make_params(4), 8 * dict(mesh.shape)["dp"], jit=jit)
 
 
 @slow
 def every_schedule_at_every_stage(world: fzero.ranks.Mesh) -> None:
     for name, stages in NAMED.items():
         for stage in ALL_STAGES:
-            loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=6)
+            loss = make_loss(4, schedule=name, stages_per_rank=stages, depth=6)
             check(mesh_of(world), stage, loss, 6)
             for gather in (True, False):
                 check(mesh_of(world), stage, loss, 6, gather=gather, jit={"backend": "fx"})
@@ -129,7 +129,7 @@ def with_tensor_parallelism_and_with_experts(world: fzero.ranks.Mesh) -> None:
 
 @slow
 def compiled_stages_train_as_the_model_does(world: fzero.ranks.Mesh) -> None:
-    check(mesh_of(world), 2, loss_of(4, schedule="zb"), 4, jit={"backend": "inductor"})
+    check(mesh_of(world), 2, make_loss(4, schedule="zb"), 4, jit={"backend": "inductor"})
 
 
 @slow
@@ -137,11 +137,11 @@ def masks_are_those_without_a_pipeline(world: fzero.ranks.Mesh) -> None:
     def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
-    key, params = fzero.random.key(5), params_of(4)
-    loss = loss_of(4, block=dropping)
+    key, params = fzero.random.key(5), make_params(4)
+    loss = make_loss(4, block=dropping)
     size = 8 * dict(mesh_of(world).shape)["dp"]
-    eager = trained_on(mesh_of(world), 2, loss, params, size, key)
-    assert_trees_close(trained_on(mesh_of(world), 2, loss, params, size, key, jit={"backend": "fx"}), eager, 1e-9)
+    eager = train_on(mesh_of(world), 2, loss, params, size, key)
+    assert_trees_close(train_on(mesh_of(world), 2, loss, params, size, key, jit={"backend": "fx"}), eager, 1e-9)
     if world.size == 2:
         assert_trees_close(eager, train_plainly(loss, params, size, key), 1e-9)
 
@@ -167,7 +167,7 @@ def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.ranks.Mesh) -> N
     few = (("1f1b", 4), ("1f1b", 8), ("gpipe", 8))
     for schedule, micro_batches in either(few, (*few, ("zb", 4), ("interleaved", 4))):
         loss = gpt_loss_of(micro_batches, schedule)
-        step: Any = fzero.shard(step_of(loss, opt), 1, mesh, split=loss.split)
+        step: Any = fzero.shard(make_step(loss, opt), 1, mesh, split=loss.split)
         state = list(step.init(loss.stack(gpt_params(layers=depth), mesh), opt, donate=True))
         step = fzero.jit(step, backend="fx", memory_budget=1e12 if schedule == "gpipe" else None)
         tokens = torch.zeros(2 * micro_batches, 16, dtype=torch.int64)
@@ -186,16 +186,16 @@ def a_plan_of_each_rank_is_what_its_allocator_sees(world: fzero.ranks.Mesh) -> N
 def what_one_pipeline_saves_another_loads(world: fzero.ranks.Mesh) -> None:
     """Each rank writes and reads its own blocks, and any simulation reads them."""
     with folder(world) as path:
-        dense = fill({"params": params_of(5), "opt_state": OPT.init(params_of(5))})
+        dense = fill({"params": make_params(5), "opt_state": OPT.init(make_params(5))})
         if world.rank == 0:
             fzero.save(path / "dense", dense)
         torch.distributed.barrier()
         before = "dense"
         for i, (pp, name, stage) in enumerate(((2, "1f1b", 3), (2, "interleaved", 1), (1, "zb", 0))):
-            loss = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
+            loss = make_loss(4, schedule=name, stages_per_rank=NAMED[name], depth=5)
             mesh = fzero.mesh(dp=-1, pp=pp)
-            step = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
-            like = dict(zip(("params", "opt_state"), step.init(loss.stack(params_of(5), mesh), OPT), strict=True))
+            step = fzero.shard(make_step(loss), stage, mesh, split=loss.split)
+            like = dict(zip(("params", "opt_state"), step.init(loss.stack(make_params(5), mesh), OPT), strict=True))
             loaded = fzero.load(path / before, like, mesh)
             for part in ("params", "opt_state"):
                 assert same_bits(loss.unstack(step.gather(loaded[part]), mesh), dense[part])
@@ -224,8 +224,8 @@ def a_rank_reads_and_writes_its_own_blocks(world: fzero.ranks.Mesh) -> None:
     with folder(world) as path, pytest.MonkeyPatch.context() as patch:
         patch.setattr(_files.LocalFolder, "read_into", reading)
         patch.setattr(_files.LocalFolder, "write", writing)
-        loss, mesh = loss_of(4), fzero.mesh(dp=-1, pp=2)
-        step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+        loss, mesh = make_loss(4), fzero.mesh(dp=-1, pp=2)
+        step = fzero.shard(make_step(loss), 3, mesh, split=loss.split)
         params = {"blocks": [{"w": torch.ones(1 << 20)} for _ in range(8)], "table": torch.ones(2)}
         state = step.init(loss.stack(params, mesh), optim.sgd(0.1))
         fzero.save(path, state, mesh)
@@ -242,19 +242,19 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
     def breaks(p: Any, x: torch.Tensor, index: int) -> torch.Tensor:
         return block(p, x) + (0 * (x - 100).log() if index == 1 else 0)
 
-    mesh, params = mesh_of(world), params_of(5)
-    batch = mesh.split(batch_of(8 * dict(mesh.shape)["dp"]), "dp")
-    broken = loss_of(4, depth=5, block=breaks)
-    step: Any = fzero.shard(step_of(broken), 2, mesh, split=broken.split)
+    mesh, params = mesh_of(world), make_params(5)
+    batch = mesh.split(make_batch(8 * dict(mesh.shape)["dp"]), "dp")
+    broken = make_loss(4, depth=5, block=breaks)
+    step: Any = fzero.shard(make_step(broken), 2, mesh, split=broken.split)
     result = fzero.observe.nonfinite(step)(*step.init(broken.stack(params, mesh), OPT), batch)
     assert result.cause is not None and result.cause.operation == "log" and result.rank == 0  # of the first stage
     params["blocks"][3]["w"][2, 2] = float("nan")
-    loss = loss_of(4, depth=5)
-    step = fzero.shard(step_of(loss), 3, mesh, split=loss.split)
+    loss = make_loss(4, depth=5)
+    step = fzero.shard(make_step(loss), 3, mesh, split=loss.split)
     result = fzero.observe.nonfinite(fzero.jit(step))(*step.init(loss.stack(params, mesh), OPT), batch)
     assert result.cause is not None and result.cause.leaf == "argument 0, leaf 'blocks.3.w'" and result.rank == 1
 
-    params = params_of(5)
+    params = make_params(5)
     jitted = fzero.jit(step, backend="fx")
     for program in either((jitted,), (step, jitted)):
         state = step.init(loss.stack(params, mesh), OPT)
@@ -269,8 +269,8 @@ def tools_for_a_step_take_a_pipelined_one(world: fzero.ranks.Mesh) -> None:
                 runs.save_in_memory(i, tuple(state))
             runs.wait()
             torch.distributed.barrier()
-            other = loss_of(4, schedule="interleaved", stages_per_rank=2, depth=5)
-            to = fzero.shard(step_of(other), 1, mesh, split=other.split)
+            other = make_loss(4, schedule="interleaved", stages_per_rank=2, depth=5)
+            to = fzero.shard(make_step(other), 1, mesh, split=other.split)
             like = tuple(to.init(other.stack(params, mesh), OPT))
             restored = fzero.checkpoint.checkpoints(path / "disk", mesh, memory=str(path)).restore(like)
             for one, two in zip(restored, state, strict=True):
@@ -299,19 +299,19 @@ class Sleeps(torch.autograd.Function):
 @slow
 def efficiency_is_the_formulas(world: fzero.ranks.Mesh) -> None:
     """Of stages that sleep, M / (M + P - 1) for GPipe and 1F1B, within 5%."""
-    mesh, seconds, params = fzero.mesh(dp=1, pp=-1), 0.2, params_of(world.size)
+    mesh, seconds, params = fzero.mesh(dp=1, pp=-1), 0.2, make_params(world.size)
 
     def sleeping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return Sleeps.apply(block(p, x), seconds)  # pyright: ignore[reportReturnType]
 
     for name in ("gpipe", "1f1b"):
-        loss = loss_of(8, schedule=name, block=sleeping)
-        step: Any = fzero.shard(step_of(loss), 1, mesh, split=loss.split)
+        loss = make_loss(8, schedule=name, block=sleeping)
+        step: Any = fzero.shard(make_step(loss), 1, mesh, split=loss.split)
         state = step.init(loss.stack(params, mesh), OPT)
-        *state, _ = step(*state, batch_of(8))
+        *state, _ = step(*state, make_batch(8))
         torch.distributed.barrier()
         begin = time.perf_counter()
-        *state, _ = step(*state, batch_of(8))
+        *state, _ = step(*state, make_batch(8))
         torch.distributed.barrier()
         efficiency = 8 * 3 * seconds / (time.perf_counter() - begin)
         expected = loss.schedule(mesh).timing().efficiency
@@ -324,11 +324,11 @@ def dies(world: fzero.ranks.Mesh) -> None:
     mesh = fzero.mesh(dp=1, pp=-1, timeout=60)
 
     def stops(p: Any, x: torch.Tensor, index: int, batch: Any) -> torch.Tensor:
-        if index == mesh.size - 1 and batch["tokens"][0] == batch_of(8)["tokens"][6]:
+        if index == mesh.size - 1 and batch["tokens"][0] == make_batch(8)["tokens"][6]:
             raise RuntimeError("planted in a stage")
         return block(p, x)
 
-    trained_on(mesh, 1, loss_of(8, block=stops), params_of(mesh.size), 8)
+    train_on(mesh, 1, make_loss(8, block=stops), make_params(mesh.size), 8)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from fzero.testing import assert_trees_close
 from tests.distributed import all_cases, cases, pipeline_cases, resumed
 from tests.distributed.all_cases import MODULES, quick
 from tests.distributed.launch import python, torchrun, world
-from tests.parallel.pipeline.model import loss_of, params_of, train_plainly
+from tests.parallel.pipeline.model import make_loss, make_params, train_plainly
 
 JIT = ("schedules", "compilers", "jit")
 TWO = ("core", "training", "checkpoint", "experts", "pipeline", "tensor", "context", *JIT)
@@ -78,7 +78,7 @@ def test_a_pipeline_that_is_killed_goes_on_as_another(tmp_path):
         done = world(2, "-m", resumed.__name__, *words, timeout=100)
         assert (done.returncode != 0) == (killed >= 0), done.stderr[-4000:]
         assert all(f"rank {rank}: begins at {begins}" in done.stdout for rank in range(2)), done.stdout
-    expected, _ = train_plainly(loss_of(4), params_of(resumed.DEPTH), resumed.BATCH, steps=6)
+    expected, _ = train_plainly(make_loss(4), make_params(resumed.DEPTH), resumed.BATCH, steps=6)
     like = fzero.tree.map(torch.zeros_like, {"params": expected})
     actual = fzero.load(tmp_path / "step-00000006", like=like, partial=True)
     assert_trees_close(actual["params"], expected, 1e-9)

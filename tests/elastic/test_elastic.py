@@ -52,7 +52,7 @@ def expected() -> Any:
     return final()
 
 
-def same(actual: Any) -> None:
+def assert_same(actual: Any) -> None:
     for name, x in expected().items():
         torch.testing.assert_close(actual[name], x, rtol=1e-12, atol=1e-12)
 
@@ -86,7 +86,7 @@ def test_a_run_with_any_lost_and_joining_ranks_equals_an_uninterrupted_run(start
         for n, stage, simulate, loss, all_hosts in starts:
             program = functools.partial(train, stage=stage, at=loss.at)
             try:
-                same(run(root, n, program, every, save_every, simulate=simulate))
+                assert_same(run(root, n, program, every, save_every, simulate=simulate))
             except Gone:
                 settle()
             first = min(loss.batches, default=done)
@@ -94,7 +94,7 @@ def test_a_run_with_any_lost_and_joining_ranks_equals_an_uninterrupted_run(start
             assert loss.batches == [*range(first, first + len(loss.batches))], "a batch was skipped, or taken twice"
             done = max(done, first + len(loss.batches))
             mark_lost(root, all_hosts)
-        same(run(root, ranks, train, every, save_every))
+        assert_same(run(root, ranks, train, every, save_every))
 
 
 def mark_lost(root: Path, all_hosts: bool) -> None:

@@ -462,7 +462,7 @@ def run(graph: Graph, args: Sequence[torch.Tensor], n: int, late: bool = False) 
     return list(Runner(graph, World(n, late)).run(*args))
 
 
-def in_world(graph: Graph, world: World) -> Graph:
+def copy_to_world(graph: Graph, world: World) -> Graph:
     """Copy a graph with a world's functions for its collectives."""
     out, targets = Graph(), world.targets()
     copies: dict[Node, Node] = {}

@@ -25,7 +25,7 @@ def inputs(length: int) -> list[torch.Tensor]:
     return [torch.randn(s, generator=g, dtype=torch.float64) for s in ((2, length, 8), (8, 8))]
 
 
-def in_one(names: Sequence[str]) -> Callable[..., Any]:
+def make_one(names: Sequence[str]) -> Callable[..., Any]:
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         for name in names:
             x = STEPS[name](x, w)
@@ -52,7 +52,7 @@ ODD: dict[str, Callable[..., Any]] = {
 @given(names=st.lists(st.sampled_from([*STEPS, *ODD]), min_size=1, max_size=4), lengths=lengths_of_calls)
 def test_a_function_jitted_for_any_length_equals_the_function(names, lengths):
     """Whatever Python does with the length: if in doubt, it is traced."""
-    f = in_one(names) if not {*names} & {*ODD} else lambda x, w: _apply(names, x, w)
+    f = make_one(names) if not {*names} & {*ODD} else lambda x, w: _apply(names, x, w)
     run = fzero.jit(f, backend="fx")
     for length in lengths:
         torch.testing.assert_close(run(*inputs(length)), f(*inputs(length)), rtol=1e-10, atol=1e-10)

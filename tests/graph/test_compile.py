@@ -49,7 +49,7 @@ def codes(count: int) -> list[Code]:
     return [code_of(grown(i + 1), torch.ones(2)) for i in range(count)]
 
 
-def as_it_is(code: Code) -> Any:
+def run_as_it_is(code: Code) -> Any:
     return lambda args: GraphModule({}, code.graph).forward(*args)
 
 
@@ -65,7 +65,7 @@ def test_no_two_processes_compile_one_segment_and_each_gets_all():
         order.append(code.name)
         time.sleep(0.02)
         doing.remove(code.name)
-        return as_it_is(code)
+        return run_as_it_is(code)
 
     def process(i: int) -> None:
         got[i] += [code.name for code, _ in compile_all(all_codes, one)]
@@ -88,7 +88,7 @@ def test_segments_that_another_process_compiles_are_awaited_last():
 
     def one(code: Code) -> Any:
         held.append((code.name, lock.is_locked))
-        return as_it_is(code)
+        return run_as_it_is(code)
 
     assert [code for code, _ in compile_all(all_codes, one)] == [all_codes[1], all_codes[0], all_codes[2]]
     assert held == [(all_codes[1].name, True), (all_codes[0].name, True), (all_codes[2].name, False)]
@@ -98,13 +98,13 @@ def test_without_patience_or_locks_a_process_compiles_alone(monkeypatch):
     all_codes = codes(2)
     monkeypatch.setattr(_segment_compiler, "_MAX_LOCK_SECONDS", 0.01)
     with FileLock(_segment_compiler._marker_file(all_codes[0], "lock")):
-        assert len(list(compile_all(all_codes, as_it_is))) == 2
+        assert len(list(compile_all(all_codes, run_as_it_is))) == 2
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("no flock here")
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
-    assert len(list(compile_all(all_codes, as_it_is))) == 2
+    assert len(list(compile_all(all_codes, run_as_it_is))) == 2
 
 
 @pytest.mark.parametrize("folder", ["/proc/self/nope", "a file"])
@@ -115,7 +115,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(folder, monkeypatch, tmp_pa
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
     code = codes(1)[0]
     assert not is_compiled(code)
-    assert len(list(compile_all([code], as_it_is))) == 1
+    assert len(list(compile_all([code], run_as_it_is))) == 1
 
     def fail(*args: Any) -> Any:
         raise FileNotFoundError(folder)
@@ -135,7 +135,7 @@ def test_an_error_while_compiling_releases_the_lock():
 
     with pytest.raises(RuntimeError, match="no"):
         list(compile_all(all_codes, fail))
-    assert len(list(compile_all(all_codes, as_it_is))) == 1
+    assert len(list(compile_all(all_codes, run_as_it_is))) == 1
 
 
 def test_a_graph_is_the_same_in_another_process():
@@ -259,7 +259,7 @@ def train(step: Any, jitted: Any, steps: Sequence[int]) -> None:
         bitwise((eager, loss), (fast, other))
 
 
-def both(k: int = 3) -> Any:
+def make_both(k: int = 3) -> Any:
     step = fzero.shard(train_step_for(mlp_loss, optim.adamw(1e-2), micro_batches=k), stage=3, mesh=fzero.mesh(dp=2))
     return step, fzero.jit(step, backend="auto")
 
@@ -271,7 +271,7 @@ def executable_of(jitted: Any) -> Any:
 
 def test_a_step_runs_uncompiled_until_all_its_segments_are_compiled(monkeypatch):
     pretended = Pretended(monkeypatch)
-    step, jitted = both()
+    step, jitted = make_both()
     train(step, jitted, range(2))
     auto = executable_of(jitted).function
     assert auto.compiled is None and not pretended.compiled
@@ -298,7 +298,7 @@ def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_com
     monkeypatch.setattr(_backends, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_backends, "compile_all", uncompiled)
-    step, _ = both()
+    step, _ = make_both()
     train(step, fzero.jit(step), range(1))
     assert states == {not warm} and gc.isenabled()
 
@@ -312,7 +312,7 @@ def test_no_segment_is_loaded_before_inductor_is_imported(monkeypatch):
     monkeypatch.setattr(_auto_backend, "can_load", can_load)
     for name in ("start_import", "start_cpu_probe"):
         monkeypatch.setattr(_segment_compiler, name, lambda: thread)
-    step, jitted = both()
+    step, jitted = make_both()
     train(step, jitted, range(2))
     assert not executable_of(jitted).function.loaded
     there.set()
@@ -364,7 +364,7 @@ def test_ready_segments_are_loaded_for_half_a_second_at_most(monkeypatch):
     Pretended(monkeypatch, 1000)
     clock = itertools.count(0, 0.3)
     monkeypatch.setattr(_auto_backend, "time", type("", (), {"monotonic": staticmethod(lambda: next(clock))}))
-    step, jitted = both()
+    step, jitted = make_both()
     train(step, jitted, range(1))
     assert len(executable_of(jitted).function.loaded) == 1
 
@@ -378,12 +378,12 @@ def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled
         return pretended.compile(code)
 
     monkeypatch.setattr(_auto_backend, "compile_and_mark", fail_last)
-    step, jitted = both()
+    step, jitted = make_both()
     last = -1  # none, to count them
     train(step, jitted, range(1))
     last = len(pretended.compiled) - 1
     pretended.compiled.clear()
-    step, jitted = both()
+    step, jitted = make_both()
     train(step, jitted, range(3))
     assert len(pretended.compiled) == last
     assert executable_of(jitted).function.compiled.uncompiled == 1
@@ -393,7 +393,7 @@ def test_a_step_whose_last_segment_cannot_be_compiled_still_switches_to_compiled
 def test_segments_that_workers_left_are_compiled_in_this_process(monkeypatch):
     pretended = Pretended(monkeypatch)
     pretended.are_done = lambda: True
-    step, jitted = both()
+    step, jitted = make_both()
     train(step, jitted, range(2))
     assert executable_of(jitted).function.compiled is not None
 

@@ -11,7 +11,7 @@ from tests.graph.helpers import bitwise, copy_graph
 from tests.helpers import ALL_STAGES, LEAST, cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
-def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
+def make_sharded(stage: int) -> tuple[Any, Any, Any, Any]:
     opt = optim.adam(1e-2)
     step = fzero.jit(
         fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=2)), backend="fx", **LEAST
@@ -21,7 +21,7 @@ def sharded(stage: int) -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.parametrize("stage", cases((0, 3), ALL_STAGES))
 def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage):
-    step, params, state, batch = sharded(stage)
+    step, params, state, batch = make_sharded(stage)
     held = [x.untyped_storage().data_ptr() for x in tree.tensors((params, state))]
     old = tree.tensors((params, state))
     new_params, new_state, loss = step(params, state, batch)
@@ -44,7 +44,7 @@ def test_a_sharded_step_donates_its_parameters_and_state_and_nothing_else(stage)
 
 
 def test_reading_a_donated_box_raises():
-    step, params, state, batch = sharded(3)
+    step, params, state, batch = make_sharded(3)
     step(params, state, batch)
     box = params["scale"]
     assert "Shard('scale'" in repr(box)
@@ -53,7 +53,7 @@ def test_reading_a_donated_box_raises():
 
 
 def test_arguments_survive_if_none_is_donated():
-    step, params, state, batch = sharded(3)
+    step, params, state, batch = make_sharded(3)
     keep = fzero.jit(step.step, donate=(), backend="fx")
     first, second = keep(params, state, batch), keep(params, state, batch)
     bitwise(first, second)
@@ -141,7 +141,7 @@ def test_a_result_of_another_dtype_gets_memory_of_its_own():
 
 
 def test_a_step_that_fails_midway_says_that_its_state_is_lost():
-    step, params, state, batch = sharded(2)
+    step, params, state, batch = make_sharded(2)
     step.plan(params, state, batch)
     (entry,) = step._entries.values()
 

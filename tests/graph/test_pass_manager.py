@@ -196,7 +196,7 @@ def test_a_fitting_schedule_prefetches_within_the_peak_of_the_leanest(chain):
     assert min(c.peak_bytes for c in fitting if c.pass_settings.in_flight == 0) <= room
 
 
-def sharded(stage: int = 3, n: int = 2) -> tuple[Any, tuple[Any, ...]]:
+def make_sharded(stage: int = 3, n: int = 2) -> tuple[Any, tuple[Any, ...]]:
     opt = optim.adamw(1e-3)
     step = fzero.shard(train_step_for(mlp_loss, opt), stage=stage, mesh=fzero.mesh(dp=n))
     return step, (*step.init(mlp_params(), opt), step.mesh.split(mlp_batch(8)))
@@ -209,7 +209,7 @@ def table(folder: pathlib.Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("stage", cases((3,), [1]))
 def test_a_dump_shows_each_pass_and_its_peak(stage, tmp_path):
-    step, args = sharded(stage)
+    step, args = make_sharded(stage)
     folder = tmp_path / "deep" / "er"
     jitted = fzero.jit(step, dump=folder)
     (folder / "carry.txt").write_text("an earlier dump")

@@ -45,7 +45,7 @@ def entry(model: str, stage: int, k: int, world_size: int, backend: str) -> Any:
 
 
 @functools.cache
-def planned(
+def make_plan(
     model: str, stage: int, k: int = 1, world_size: int = 2, backend: str = "fx", **options: Any
 ) -> fzero.graph.Plan:
     """One rank's plan of a GPT's step."""
@@ -61,7 +61,7 @@ BACKENDS = ("fx", "inductor")
     [(2, "fx"), *[pytest.param(k, b, marks=pytest.mark.slow) for k in (1, 4) for b in BACKENDS]],
 )
 def test_memory_never_grows_with_the_stage(k, backend):
-    peaks = [planned("A", stage, k, backend=backend).peak_bytes for stage in ALL_STAGES]
+    peaks = [make_plan("A", stage, k, backend=backend).peak_bytes for stage in ALL_STAGES]
     assert peaks == sorted(peaks, reverse=True), peaks
     assert peaks[3] < peaks[2] and peaks[1] < peaks[0]
     assert (peaks[2] < peaks[1]) == (k > 1)
@@ -69,14 +69,14 @@ def test_memory_never_grows_with_the_stage(k, backend):
 
 @pytest.mark.slow
 def test_memory_of_a_larger_model_never_grows_with_the_stage():
-    peaks = [planned("B", stage).peak_bytes for stage in ALL_STAGES]
+    peaks = [make_plan("B", stage).peak_bytes for stage in ALL_STAGES]
     assert peaks == sorted(peaks, reverse=True), peaks
 
 
 @pytest.mark.slow
 def test_stage_3_adds_little_to_its_arguments():
     """No more than the prototype, whose floor is a block's weights and gradients and the saved activations."""
-    assert planned("B", 3).added_bytes <= 62e6
+    assert make_plan("B", 3).added_bytes <= 62e6
 
 
 def unit_bytes(plan: fzero.graph.Plan) -> int:
@@ -87,7 +87,7 @@ def unit_bytes(plan: fzero.graph.Plan) -> int:
 @pytest.mark.parametrize("model", BOTH)
 def test_no_more_than_one_units_gradients_are_alive(model, stage):
     """Whole gradients: of shards there may be more, when a clip waits for all."""
-    plan = planned(model, stage)
+    plan = make_plan(model, stage)
     whole = [
         r for r in plan.ranges if r.kind == "gradients" and not any(r.start == c.position for c in plan.collectives)
     ]
@@ -100,12 +100,12 @@ def test_no_more_than_one_units_gradients_are_alive(model, stage):
 @pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 @pytest.mark.parametrize("model", BOTH)
 def test_stage_3_holds_the_prefetched_and_the_current_units(model, prefetch):
-    plan = planned(model, 3, prefetch=prefetch, bucket_bytes=0, max_reuse_bytes=0)
+    plan = make_plan(model, 3, prefetch=prefetch, bucket_bytes=0, max_reuse_bytes=0)
     gathered = max(plan.live_of("gathered"))
     assert gathered <= (prefetch + 1) * unit_bytes(plan)
     assert gathered > prefetch * unit_bytes(plan)
     gathers = [c for c in plan.collectives if c.kind == "all_gather"]
-    once = planned(model, 3, bucket_bytes=0, max_reuse_bytes=math.inf)
+    once = make_plan(model, 3, bucket_bytes=0, max_reuse_bytes=math.inf)
     assert len(gathers) > len([c for c in once.collectives if c.kind == "all_gather"])
 
 
@@ -123,34 +123,34 @@ def test_the_plans_peak_is_the_allocators(stage):
 
 @pytest.mark.parametrize("model", BOTH)
 def test_a_budget_buys_speed_and_a_small_one_warns(model):
-    sparing = planned(model, 3)
-    generous = planned(model, 3, memory_budget=10**10)
+    sparing = make_plan(model, 3)
+    generous = make_plan(model, 3, memory_budget=10**10)
     assert generous.seconds < sparing.seconds and generous.peak_bytes > sparing.peak_bytes
-    between = planned(model, 3, memory_budget=(sparing.peak_bytes + generous.peak_bytes) // 2)
+    between = make_plan(model, 3, memory_budget=(sparing.peak_bytes + generous.peak_bytes) // 2)
     assert between.peak_bytes <= (sparing.peak_bytes + generous.peak_bytes) // 2
     assert generous.seconds <= between.seconds <= sparing.seconds
     with pytest.warns(UserWarning, match=r"needs [\d,]+ bytes at its peak .* [\d,]+ more than memory_budget=1,000"):
-        small = planned(model, 3, memory_budget=1000)
+        small = make_plan(model, 3, memory_budget=1000)
     assert small.peak_bytes <= sparing.peak_bytes  # the least that there is
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", BOTH)
 def test_where_there_is_room_a_gather_starts_ahead(model):
-    ahead, plain = planned(model, 3), planned(model, 3, prefetch=0)
+    ahead, plain = make_plan(model, 3), make_plan(model, 3, prefetch=0)
     assert ahead.settings["prefetch"] == "fitting" and "prefetch fitting" in ahead.details()
     assert ahead.peak_bytes == plain.peak_bytes and ahead.seconds < plain.seconds
-    asked = planned(model, 3, prefetch="fitting")
+    asked = make_plan(model, 3, prefetch="fitting")
     assert (asked.settings, asked.seconds) == (ahead.settings, ahead.seconds)
     assert all(settings["prefetch"] == "fitting" for settings, *_ in asked.rejected)
-    everywhere = planned(model, 3, prefetch=1)
-    budget = planned(model, 3, prefetch="fitting", memory_budget=2 * everywhere.peak_bytes)
+    everywhere = make_plan(model, 3, prefetch=1)
+    budget = make_plan(model, 3, prefetch="fitting", memory_budget=2 * everywhere.peak_bytes)
     assert budget.seconds == min(seconds for _, _, seconds in [("", 0, budget.seconds), *budget.rejected])
     assert budget.seconds <= everywhere.seconds
 
 
 def test_a_plan_obeys_the_schedule_options():
-    plan = planned("A", 3, prefetch=1, in_flight=2, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
+    plan = make_plan("A", 3, prefetch=1, in_flight=2, bucket_bytes=10**6, max_reuse_bytes=10**9, recompute=False)
     assert plan.settings == {
         "recompute": False,
         "max_reuse_bytes": 10**9,
@@ -178,7 +178,7 @@ def test_collectives_are_those_that_the_recorder_counts():
 
 @pytest.mark.slow
 def test_a_plan_for_more_ranks_than_the_mesh_has():
-    few, many = planned("A", 3), planned("A", 3, world_size=1024)
+    few, many = make_plan("A", 3), make_plan("A", 3, world_size=1024)
     assert many.argument_bytes < few.argument_bytes / 100
     assert [c.kind for c in many.collectives] == [c.kind for c in few.collectives]
     assert abs(many.added_bytes / few.added_bytes - 1) < 0.3
@@ -194,7 +194,7 @@ def test_an_unsharded_step_is_planned_with_meta_arguments():
         fzero.plan(step, params, ADAMW.init(params), mlp_batch(4), world_size=8)
     for n in (0, True, 2.5):
         with pytest.raises(ValueError, match=f"world_size={n}: expected a number of ranks"):
-            planned("A", 3, world_size=n)
+            make_plan("A", 3, world_size=n)
 
 
 def test_a_rank_program_is_planned_in_another_world():
@@ -214,7 +214,7 @@ def test_planning_runs_no_kernel():
 
 
 def test_a_plan_reads_plots_and_goes_through_json(tmp_path):
-    plan = planned("A", 3)
+    plan = make_plan("A", 3)
     for expected in ("train_step: peak", "all_gather", "blocks.3", "argument 0, unit 'blocks.0'", "tiny_gpt.py:"):
         assert expected in plan.details()
     assert max(map(len, plan.details().splitlines())) < 140
@@ -232,7 +232,7 @@ def test_a_plan_reads_plots_and_goes_through_json(tmp_path):
 
 
 def test_a_plan_says_the_answer_first_and_folds_blocks():
-    plan = planned("A", 3)
+    plan = make_plan("A", 3)
     lines = str(plan).splitlines()
     assert len(lines) <= 15 and max(map(len, lines)) < 140
     assert (
@@ -256,7 +256,7 @@ def test_a_plan_says_the_answer_first_and_folds_blocks():
 @pytest.mark.parametrize("micro_batches,stage", cases([(2, 3)], itertools.product((1, 2), ALL_STAGES)))
 def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(stage, micro_batches):
     """The trace tells them apart: the last product of the loss is forward, and the first of a gradient not."""
-    plan = planned("A", stage, micro_batches)
+    plan = make_plan("A", stage, micro_batches)
     of = [o.phase for o in plan.operations]
     products = [o.phase for o in plan.operations if o.target == "aten.mm.default"]
     assert products[0] == "forward" and products[-1] == "backward"
@@ -268,7 +268,7 @@ def test_operations_are_of_the_forward_or_the_backward_pass_or_of_the_update(sta
 
 
 def test_a_plan_shows_itself_in_a_notebook(monkeypatch):
-    plan = planned("A", 3)
+    plan = make_plan("A", 3)
     page = plan._repr_html_()
     assert page.startswith("<pre>train_step: peak") and "data:image/png;base64," in page
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -295,7 +295,7 @@ def test_trace_and_plan_grow_linearly_with_layers_and_not_with_the_world():
 
 def test_a_plan_covers_meshes_of_several_axes_and_of_other_sizes():
     """One rank's plan of a mesh with other sizes."""
-    step, args = arranged("all three", 3)
+    step, args = make_arranged("all three", 3)
     plan = fzero.plan(step, *args)
     kinds = [c.kind for c in plan.collectives]
     assert {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"} <= set(kinds)
@@ -327,7 +327,7 @@ def test_a_plan_for_another_world_size_equals_that_of_such_a_mesh(stage):
     assert actual.live == wanted.live and actual.collectives == wanted.collectives
 
 
-def arranged(name: str, stage: int) -> Any:
+def make_arranged(name: str, stage: int) -> Any:
     axes, options = ARRANGEMENTS[name]
     opt, mesh = optim.adam(1e-2), fzero.mesh(**axes)
     step = fzero.shard(train_step_for(parallel_loss, opt), stage=stage, mesh=mesh, **options)
@@ -342,7 +342,7 @@ def arranged(name: str, stage: int) -> Any:
 def test_memory_never_grows_with_the_stage_on_several_axes(name):
     peaks = []
     for stage in ALL_STAGES:
-        step, args = arranged(name, stage)
+        step, args = make_arranged(name, stage)
         peaks.append(fzero.plan(fzero.jit(step, backend="fx"), *args).peak_bytes)
     assert peaks == sorted(peaks, reverse=True), peaks
 
@@ -350,7 +350,7 @@ def test_memory_never_grows_with_the_stage_on_several_axes(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["experts over dp, the rest over both"], ["hybrid", "tensor parallel"]))
 def test_a_jitted_world_of_several_axes_equals_the_eager_one(name):
-    step, args = arranged(name, 3)
+    step, args = make_arranged(name, 3)
     expected, got = step(*args), fzero.jit(step, backend="fx", donate=())(*args)
     assert_trees_close(got[2], expected[2], rtol=0)
     assert_trees_close(step.gather(got[0]), step.gather(expected[0]), rtol=0)

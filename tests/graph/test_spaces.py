@@ -28,7 +28,7 @@ WIDTHS = {"masters": (2, 2), "clip before": (2, 2), "float32": (8, 4), "no decay
 
 
 @functools.cache
-def planned(
+def make_plan(
     name: str, ratio: Any, stage: int = 2, update: str = "host", k: int = 1, world_size: int = 2, batch: int = 4
 ) -> fzero.graph.Plan:
     """One rank's plan, from meta tensors; of no offload for the ratio None."""
@@ -40,7 +40,7 @@ def planned(
     return fzero.plan(fzero.jit(step, backend="fx"), *state, tokens, world_size=world_size)
 
 
-def moved(plan: fzero.graph.Plan, kind: str) -> int:
+def count_moved(plan: fzero.graph.Plan, kind: str) -> int:
     return sum([t.bytes * t.times for t in plan.transfers if t.kind == kind])
 
 
@@ -64,7 +64,7 @@ cases = pytest.mark.parametrize("name,update", ROWS_AND_UPDATES)
     few([("masters", "device", 2)], [(*r, s) for r in ROWS_AND_UPDATES for s in (0, 2, 3)]),
 )
 def test_the_devices_peak_falls_with_the_ratio_and_the_hosts_rises(name, update, stage):
-    plans = [planned(name, ratio, stage, update) for ratio in RATIOS]
+    plans = [make_plan(name, ratio, stage, update) for ratio in RATIOS]
     device, host = ([plan.peak_of(space) for plan in plans] for space in ("device", "host"))
     assert device == sorted(device, reverse=True) and device[-1] < device[0], device
     assert host == sorted(host) and host[0] == 0 < host[-1], host
@@ -82,9 +82,9 @@ def test_each_offloaded_element_crosses_once_a_step(name, update, stage, k):
     """It crosses in its own dtype, however many micro-batches; updated on the device it is the state that crosses."""
     widths = WIDTHS[name] if update == "host" else (12, 12)
     for ratio in (0.3, 1):
-        plan = planned(name, ratio, stage, update, k)
+        plan = make_plan(name, ratio, stage, update, k)
         for kind, width in zip(("to_host", "to_device"), widths, strict=True):
-            wanted, crossed = ratio * elements(1 if stage == 0 else 2) * width, moved(plan, kind)
+            wanted, crossed = ratio * elements(1 if stage == 0 else 2) * width, count_moved(plan, kind)
             assert wanted - width <= crossed <= wanted + width * _ALIGN_ELEMENTS, (ratio, kind, crossed, wanted)
 
 
@@ -92,7 +92,7 @@ def test_each_offloaded_element_crosses_once_a_step(name, update, stage, k):
 @pytest.mark.parametrize("stage", few([3], [1, 2]))
 def test_without_a_share_of_the_host_the_plan_is_that_of_the_optimizer(stage):
     for update in ("host", "device"):
-        mine, expected = planned("clip before", 0, stage, update), planned("clip before", None, stage)
+        mine, expected = make_plan("clip before", 0, stage, update), make_plan("clip before", None, stage)
         assert [o[:1] + o[1:2] + o[3:] for o in mine.operations] == [
             o[:1] + o[1:2] + o[3:] for o in expected.operations
         ]
@@ -104,16 +104,16 @@ def test_without_a_share_of_the_host_the_plan_is_that_of_the_optimizer(stage):
 def test_a_plan_of_another_world_cuts_the_pieces_again():
     """A share is kept, no number of elements: so a plan of 2 simulated ranks serves for 8."""
     for ratio in (0.5, by_path, 1):
-        few, many = planned("masters", ratio), planned("masters", ratio, world_size=8)
+        few, many = make_plan("masters", ratio), make_plan("masters", ratio, world_size=8)
         assert len(many.transfers) == len(few.transfers) > 0
         grains = 2 * _ALIGN_ELEMENTS * 2 * LAYERS  # two units a layer
         for kind in ("to_host", "to_device"):
-            assert abs(moved(few, kind) - 4 * moved(many, kind)) <= 4 * grains, (ratio, kind)
-    assert moved(planned("masters", 1, world_size=8), "to_host") == 2 * elements(8)
+            assert abs(count_moved(few, kind) - 4 * count_moved(many, kind)) <= 4 * grains, (ratio, kind)
+    assert count_moved(make_plan("masters", 1, world_size=8), "to_host") == 2 * elements(8)
 
 
 def test_a_plan_lists_transfers_and_the_live_bytes_of_each_memory():
-    plan = planned("masters", 0.5)
+    plan = make_plan("masters", 0.5)
     assert plan.live == plan.live_in("device") and plan.peak_bytes == plan.peak_of("device")
     assert "on the host" in repr(plan) and f"{len(plan.transfers)} transfers" in str(plan)
     assert {t.kind for t in plan.transfers} == {"to_host", "to_device"}

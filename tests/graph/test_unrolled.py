@@ -35,7 +35,7 @@ def test_values_that_an_iteration_leaves_behind_are_traced_one_by_one_and_report
     assert "test_unrolled.py" in said
 
 
-def chained(how: str) -> Any:
+def make_chained(how: str) -> Any:
     """A step whose micro-batches depend on one another through Python."""
 
     def step(w: torch.Tensor, x: torch.Tensor) -> Any:
@@ -76,7 +76,7 @@ CHAINS += ("the first batch", "the first noise", "the first loss")
 
 @pytest.mark.parametrize("how", CHAINS)
 def test_iterations_that_depend_on_one_another_are_traced_one_by_one(how):
-    step, w, x = chained(how), torch.randn(2), torch.randn(6, 2)
+    step, w, x = make_chained(how), torch.randn(2), torch.randn(6, 2)
     jitted = fzero.jit(step, backend="fx")
     assert_draws_alike(jitted, step, w, x)
     assert not loops(jitted)

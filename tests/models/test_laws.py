@@ -38,7 +38,7 @@ def runs(
 
 
 @functools.cache
-def unsharded(name: str, attention: str | None = None) -> Trained:
+def train_unsharded(name: str, attention: str | None = None) -> Trained:
     """Train on whole batches, or part by part where a rank's part gives numbers of its own."""
     parts = RANKS if MODELS[name].per_rank else 1
     return train_by_hand(
@@ -49,13 +49,13 @@ def unsharded(name: str, attention: str | None = None) -> Trained:
 @pytest.mark.parametrize("name,stage", runs())
 def test_ranks_in_lockstep_train_as_unsharded(name, stage):
     trained = train_sharded(build_module(name), MODELS[name].batches(), stage, LOCKSTEP)
-    assert_same_training(trained, unsharded(name), MODELS[name].rtol)
+    assert_same_training(trained, train_unsharded(name), MODELS[name].rtol)
 
 
 @pytest.mark.parametrize("name,stage", runs(lambda m: not m.vmap and m.per_rank != "dropout", first=1))
 def test_ranks_under_vmap_train_as_unsharded(name, stage):
     trained = train_sharded(build_module(name, "eager"), MODELS[name].batches(), stage, VMAP)
-    assert_same_training(trained, unsharded(name, "eager"), MODELS[name].rtol)
+    assert_same_training(trained, train_unsharded(name, "eager"), MODELS[name].rtol)
 
 
 @pytest.mark.parametrize("name", models(lambda m: bool(m.vmap)))
@@ -76,7 +76,7 @@ def test_under_vmap_ranks_draw_other_numbers_but_all_stages_the_same(name):
     ]
     for other in others:
         assert_same_training(other, first, MODELS[name].rtol)
-    losses = unsharded(name, "eager").losses
+    losses = train_unsharded(name, "eager").losses
     assert not torch.equal(first.losses[0], losses[0]) and torch.allclose(first.losses[0], losses[0], rtol=0.1)
 
 

@@ -13,7 +13,7 @@ from fzero.observe._lines import Span, _function_at, _mark_functions, sum_by_lin
 from tests.helpers import cases, mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
-def sharded(stage: int = 3, **options: Any) -> tuple[Any, list[Any]]:
+def make_sharded(stage: int = 3, **options: Any) -> tuple[Any, list[Any]]:
     opt, mesh = optim.adam(1e-2), fzero.mesh(dp=2)
     step = fzero.shard(train_step_for(mlp_loss, opt, **options), stage=stage, mesh=mesh)
     return step, [*step.init(mlp_params(), opt), mesh.split(mlp_batch(8))]
@@ -36,7 +36,7 @@ def test_a_slow_loop_is_named_with_its_module():
 
 @pytest.mark.parametrize("backend", [None, "fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_profile_by_lines_has_the_passes_functions_and_lines_of_a_step(backend):
-    step, args = sharded()
+    step, args = make_sharded()
     result = fzero.profile(step if backend is None else fzero.jit(step, backend=backend), *args, steps=1)
     assert {s.phase for s in result.spans} == {"forward", "backward", "update"}
     layer = next(c for c in result.lines if c.code == 'x = torch.tanh(x @ block["w"] + block["b"])')
@@ -49,7 +49,7 @@ def test_a_profile_by_lines_has_the_passes_functions_and_lines_of_a_step(backend
 
 @pytest.mark.parametrize("micro_batches", cases((1, 4), [2]))
 def test_a_profile_by_lines_separates_micro_batches(micro_batches):
-    step, args = sharded(micro_batches=micro_batches)
+    step, args = make_sharded(micro_batches=micro_batches)
     result = fzero.profile(step, *args, steps=1)
     tanh = [s.phase for s in result.spans if s.name == "aten::tanh"]
     assert set(tanh) == {"forward"} and len(tanh) % micro_batches == 0
@@ -61,7 +61,7 @@ def test_a_profile_by_lines_separates_micro_batches(micro_batches):
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_each_operation_of_a_graph_is_attributed_once(backend):
     """The spans of a loop are those of its iterations, not also the loop's."""
-    step, args = sharded(micro_batches=4)
+    step, args = make_sharded(micro_batches=4)
     step = fzero.jit(step, backend=backend)
     result = fzero.profile(step, *args, steps=1)
     names = [s.name for s in result.spans]
@@ -74,7 +74,7 @@ def test_each_operation_of_a_graph_is_attributed_once(backend):
 
 
 def test_nested_spans_count_time_once():
-    step, args = sharded()
+    step, args = make_sharded()
     start = time.perf_counter()
     result = fzero.profile(step, *args, steps=1, warmup=0)
     assert 0 < sum(s.seconds for s in result.spans) < time.perf_counter() - start
@@ -120,10 +120,10 @@ class Block(torch.nn.Module):
         return self._activate(self.linear(x))
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
-        return scaled(x.tanh())
+        return scale(x.tanh())
 
 
-def scaled(x: torch.Tensor) -> torch.Tensor:
+def scale(x: torch.Tensor) -> torch.Tensor:
     return (lambda y: 2 * y)(x)
 
 
@@ -213,7 +213,7 @@ def test_a_line_lies_in_its_innermost_function(tmp_path: pathlib.Path):
 
 
 def test_a_profile_shows_a_flame_chart(tmp_path: pathlib.Path):
-    step, args = sharded(0)
+    step, args = make_sharded(0)
     result = fzero.profile(step, *args, steps=1)
     result.plot(tmp_path / "flame.png")
     assert (tmp_path / "flame.png").read_bytes().startswith(b"\x89PNG")

@@ -12,14 +12,14 @@ from fzero.observe._profile import _operation_kind
 from tests.helpers import mlp_batch, mlp_loss, mlp_params, train_step_for
 
 
-def jitted(backend: str) -> tuple[Any, list[Any]]:
+def make_jitted(backend: str) -> tuple[Any, list[Any]]:
     opt, mesh = optim.adam(1e-2), fzero.mesh(dp=2)
     step = fzero.jit(fzero.shard(train_step_for(mlp_loss, opt), stage=3, mesh=mesh), backend=backend)
     return step, [*step.init(mlp_params(), opt), mesh.split(mlp_batch(8))]
 
 
 def test_the_kinds_of_a_profile_add_up_to_the_step():
-    step, args = jitted("fx")
+    step, args = make_jitted("fx")
     result = fzero.profile(step, *args, steps=3)
     assert sum(c.seconds for c in result.kinds) == pytest.approx(result.profiled_seconds)
     assert all(c.seconds > 0 for c in result.kinds if c.name in ("compute", "copies", "Python"))
@@ -70,7 +70,7 @@ def test_a_profile_counts_only_threads_of_the_step():
 
 
 def test_profile_does_not_donate_the_callers_arguments():
-    step, args = jitted("fx")
+    step, args = make_jitted("fx")
     before = [x.clone() for x in fzero.tree.tensors(args)]
     fzero.profile(step, *args)
     assert all(torch.equal(x, y) for x, y in zip(fzero.tree.tensors(args), before, strict=True))

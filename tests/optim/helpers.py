@@ -67,7 +67,7 @@ def matrices(params: Any) -> Any:
     return tree.map(lambda p: p.ndim >= 2, params)
 
 
-def partitioned(params: Any, n: int, units: Any = None) -> Any:
+def partition_simulated(params: Any, n: int, units: Any = None) -> Any:
     return fzero.mesh(dp=n).spmd(lambda t: fzero.partition(t, units=units))(params)
 
 

@@ -174,7 +174,7 @@ def train(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
     optimizer = row.make(wrap, params)
     batches = batches_of(max(way.n, 1) * way.micro_batches * 2, steps, row.scaled)
     if not way.n:
-        return _unsharded(optimizer, row, way, params, batches)
+        return _train_unsharded(optimizer, row, way, params, batches)
     step = way.step(optimizer, row)
     state, losses = list(step.init(params, optimizer)), []
     run = fzero.jit(step, backend="fx", **LEAST) if way.jit else step
@@ -185,7 +185,7 @@ def train(way: Way, row: Row, params: Any, wrap: Wrap, steps: int = 3) -> Any:
     return step.gather(state[0]), step.gather(state[1]) if row.gathers else (), losses
 
 
-def _unsharded(optimizer: Any, row: Row, way: Way, params: Any, batches: Sequence[Any]) -> Any:
+def _train_unsharded(optimizer: Any, row: Row, way: Way, params: Any, batches: Sequence[Any]) -> Any:
     train_step, losses = train_step_of(optimizer, row, way.micro_batches), []
     state = [params if row.precision is None else row.precision.cast(params), optimizer.init(params)]
     run = fzero.jit(train_step, backend="fx", donate=(), **LEAST) if way.jit else train_step

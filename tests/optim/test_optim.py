@@ -25,7 +25,7 @@ from tests.optim.helpers import (
     matrices,
     normal,
     params_of,
-    partitioned,
+    partition_simulated,
     poison,
     train,
     train_with_torch,
@@ -336,14 +336,14 @@ def norm_by_hand(params: Any) -> torch.Tensor:
 def test_global_norm_is_the_same_on_shards(params, n):
     expected = norm_by_hand(params)
     torch.testing.assert_close(optim.global_norm(params), expected)
-    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(partitioned(params, n))
+    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(partition_simulated(params, n))
     torch.testing.assert_close(sharded, expected, rtol=1e-14, atol=0)
 
 
 @examples(25, 100)
 @given(params=trees(), n=st.sampled_from(SIZES), value=st.sampled_from([1e6, math.inf, math.nan]))
 def test_padding_never_counts_in_the_global_norm(params, n, value):
-    boxes = poison(partitioned(params, n), value)
+    boxes = poison(partition_simulated(params, n), value)
     sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(boxes)
     torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
 
@@ -354,7 +354,7 @@ def test_replicated_leaves_count_once_in_the_global_norm(params, n, mask):
     def units(path: str, leaf: torch.Tensor) -> str | None:
         return None if mask >> (len(path) % 8) & 1 else path
 
-    boxes = partitioned(params, n, units)
+    boxes = partition_simulated(params, n, units)
     sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(boxes)
     torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
 
@@ -367,21 +367,21 @@ def test_tied_leaves_count_once_in_the_global_norm(n, units):
     w = normal((7,), 0)
     params = {"a": w, "b": [w, normal((3,), 1)]}
     torch.testing.assert_close(optim.global_norm(params), norm_by_hand(params))
-    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(partitioned(params, n, units))
+    sharded = fzero.mesh(dp=n).spmd(optim.global_norm)(partition_simulated(params, n, units))
     torch.testing.assert_close(sharded, norm_by_hand(params), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_global_norm_of_mixed_dtypes_sums_in_float32_at_least(n):
     params = {"h": torch.full((300,), 300.0, dtype=torch.float16), "s": torch.ones(5), "d": normal((4,), 0)}
-    for norm in (optim.global_norm(params), fzero.mesh(dp=n).spmd(optim.global_norm)(partitioned(params, n))):
+    for norm in (optim.global_norm(params), fzero.mesh(dp=n).spmd(optim.global_norm)(partition_simulated(params, n))):
         torch.testing.assert_close(norm.double(), norm_by_hand(params), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("values", [{}, {"w": None}, {"w": torch.zeros(0)}], ids=["no leaves", "None", "empty"])
 def test_the_global_norm_of_an_empty_tree_is_zero(values):
     assert optim.global_norm(values).item() == 0
-    assert fzero.mesh(dp=3).spmd(optim.global_norm)(partitioned(values, 3)).item() == 0
+    assert fzero.mesh(dp=3).spmd(optim.global_norm)(partition_simulated(values, 3)).item() == 0
 
 
 def test_clipping_leaves_gradients_below_the_limit_unchanged():

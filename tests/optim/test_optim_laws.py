@@ -111,7 +111,7 @@ def test_ten_steps_of_each_optimizer_equal_torch_optim(name, dtype):
     assert_trees_close(train(TABLE[name].optimizer, params, batches), expected, RTOL[dtype])
 
 
-def stored(values: Any, dtype: torch.dtype) -> Any:
+def count_stored(values: Any, dtype: torch.dtype) -> Any:
     def read(x: Any, like: Any) -> Any:
         if isinstance(like, dict):
             return {k: read(x[k], v) for k, v in like.items()}
@@ -125,12 +125,12 @@ def stored(values: Any, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.optax])
 def test_ten_steps_of_each_optimizer_equal_optax(name, dtype):
-    opt, params = TABLE[name].optimizer, stored(OPTAX["params"], dtype)
+    opt, params = TABLE[name].optimizer, count_stored(OPTAX["params"], dtype)
     state = opt.init(params)
     for grads in OPTAX["grads"]:
-        updates, state = opt.update(stored(grads, dtype), state, params)
+        updates, state = opt.update(count_stored(grads, dtype), state, params)
         params = optim.apply_updates(params, updates)
-    assert_trees_close(params, stored(OPTAX["trained"][TABLE[name].optax], dtype), RTOL[dtype])
+    assert_trees_close(params, count_stored(OPTAX["trained"][TABLE[name].optax], dtype), RTOL[dtype])
 
 
 def test_every_optax_fixture_is_used():
@@ -241,13 +241,13 @@ def test_parameters_and_state_keep_their_dtype(name, dtype):
 
 @other_half
 def test_training_in_half_precision_follows_float64(name):
-    params = stored(OPTAX["params"], torch.bfloat16)
+    params = count_stored(OPTAX["params"], torch.bfloat16)
     trained = []
     for dtype in (torch.bfloat16, torch.float64):
         opt, new = TABLE[name].optimizer, tree.map(lambda x, dtype=dtype: x.to(dtype), params)
         state = opt.init(new)
         for grads in OPTAX["grads"][:3]:
-            updates, state = opt.update(stored(grads, dtype), state, new)
+            updates, state = opt.update(count_stored(grads, dtype), state, new)
             new = optim.apply_updates(new, updates)
         trained.append(tree.map(lambda x: x.double(), new))
     assert_trees_close(*trained, 0.02)

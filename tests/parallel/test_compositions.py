@@ -117,9 +117,9 @@ def model_of(c: ModelComposition) -> Model:
         loss_fn = sequences.loss_for(causal=True, method="ring" if c.flag else None)
         return Model(sequences.params_of(), loss_fn, None, functools.partial(sequences.batch_of, samples=rows))
     depth = 2 * sizes["pp"] + c.flag
-    pipeline = pipelines.loss_of(c.micro_batches * sizes["pp"], depth=depth, remat=c.remat)
-    params = pipelines.params_of(depth, tied=not c.flag)
-    return Model(params, pipeline, pipeline.split, functools.partial(pipelines.batch_of, rows * sizes["pp"]))
+    pipeline = pipelines.make_loss(c.micro_batches * sizes["pp"], depth=depth, remat=c.remat)
+    params = pipelines.make_params(depth, tied=not c.flag)
+    return Model(params, pipeline, pipeline.split, functools.partial(pipelines.make_batch, rows * sizes["pp"]))
 
 
 def check_model_composition(c: ModelComposition) -> None:

@@ -57,7 +57,7 @@ def make_trainer(
     return kind(model, arguments(folder, **options), **{**data, **own})
 
 
-def logged(trainer: Trainer, *names: str) -> list[float]:
+def list_logged(trainer: Trainer, *names: str) -> list[float]:
     """List the logged values of these names, in the order of the steps."""
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
 

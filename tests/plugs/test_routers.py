@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from fzero.plugs import transformers as plug
-from tests.plugs.helpers import VOCAB, logged, make_trainer, weights
+from tests.plugs.helpers import VOCAB, list_logged, make_trainer, weights
 
 
 def mixtral() -> Any:
@@ -23,7 +23,7 @@ def test_an_eager_step_trains_routers_as_the_plain_trainer(tmp_path):
     plain.train()
     sharded = plug.shard_trainer(make_trainer(tmp_path, model=mixtral(), max_steps=3), stage=3, backend=None)
     sharded.train()
-    assert logged(sharded, "loss", "grad_norm") == pytest.approx(logged(plain, "loss", "grad_norm"), abs=1e-5)
+    assert list_logged(sharded, "loss", "grad_norm") == pytest.approx(list_logged(plain, "loss", "grad_norm"), abs=1e-5)
     for actual, expected in zip(weights(plug.full_model(sharded)), weights(plain.model), strict=True):
         assert actual.sub(expected).abs().max() < 1e-5
 

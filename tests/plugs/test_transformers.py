@@ -12,7 +12,7 @@ from fzero.plugs import transformers as plug
 from fzero.plugs._param_groups import _OPTIMIZERS
 from tests.distributed.launch import torchrun, world
 from tests.helpers import ALL_STAGES, cases, either
-from tests.plugs.helpers import assert_shards_are_masters, documents, llama, logged, make_trainer, weights
+from tests.plugs.helpers import assert_shards_are_masters, documents, list_logged, llama, make_trainer, weights
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 
@@ -25,11 +25,11 @@ def assert_trains_alike(tmp_path: Any, stage: int = 3, backend: Any = "fx", atol
     sharded = plug.shard_trainer(make_trainer(tmp_path, **options), stage=stage, backend=backend)
     sharded.train()
     sharded.evaluate()
-    assert len(logged(plain, *NUMBERS)) > plain.state.max_steps
-    torch.testing.assert_close(logged(sharded, *NUMBERS), logged(plain, *NUMBERS), rtol=1e-5, atol=atol)
+    assert len(list_logged(plain, *NUMBERS)) > plain.state.max_steps
+    torch.testing.assert_close(list_logged(sharded, *NUMBERS), list_logged(plain, *NUMBERS), rtol=1e-5, atol=atol)
     full = plug.full_model(sharded)
     torch.testing.assert_close(weights(full), weights(plain.model), rtol=1e-5, atol=atol)
-    assert logged(sharded, "learning_rate") == logged(plain, "learning_rate")
+    assert list_logged(sharded, "learning_rate") == list_logged(plain, "learning_rate")
     return sharded
 
 
@@ -113,7 +113,7 @@ def test_a_loss_that_reads_numbers_runs_at_each_step(tmp_path):
         trainer.train()
         trainer.evaluate()
     assert sharded.seen == plain.seen and len(set(plain.seen)) > 2
-    torch.testing.assert_close(logged(sharded, *NUMBERS), logged(plain, *NUMBERS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(list_logged(sharded, *NUMBERS), list_logged(plain, *NUMBERS), rtol=1e-5, atol=1e-5)
 
 
 class OldFunction(torch.autograd.Function):
@@ -179,7 +179,7 @@ def test_a_resumed_trainer_equals_an_uninterrupted_one(tmp_path):
     resumed = plug.shard_trainer(make_trainer(tmp_path, **options), stage=1, backend=None)  # at another stage
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 6
-    torch.testing.assert_close(logged(resumed, "loss"), logged(whole, "loss"), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(list_logged(resumed, "loss"), list_logged(whole, "loss"), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(weights(plug.full_model(resumed)), weights(plug.full_model(whole)), rtol=1e-5, atol=1e-6)
 
 
@@ -222,7 +222,7 @@ def test_trainer_on_processes_trains_as_ddp_and_one_process_resumes(tmp_path):
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     whole = json.loads((tmp_path / "logged.json").read_text())
-    torch.testing.assert_close(logged(resumed, "loss"), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(list_logged(resumed, "loss"), whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_bf16_keeps_master_weights(tmp_path):
     sharded.train()
     assert_shards_are_masters(sharded._fzero.engine)
     assert {p.dtype for p in weights(plug.full_model(sharded))} == {torch.float32}
-    torch.testing.assert_close(logged(sharded, "loss"), logged(plain, "loss"), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(list_logged(sharded, "loss"), list_logged(plain, "loss"), rtol=1e-2, atol=1e-2)
 
 
 def test_fp16_skips_a_step_whose_gradients_overflow(tmp_path):
@@ -246,7 +246,7 @@ def test_fp16_skips_a_step_whose_gradients_overflow(tmp_path):
     sharded = plug.shard_trainer(make_trainer(tmp_path, **options), stage=3, backend=None)
     sharded.train()
     assert int(sharded._fzero.engine.metrics["skipped"]) == 1
-    rates = logged(sharded, "learning_rate")
+    rates = list_logged(sharded, "learning_rate")
     assert len(set(rates)) == 6 - 1 and rates[2] == rates[3]  # the schedule waits too
 
 
@@ -331,7 +331,7 @@ def test_a_stream_that_ends_within_a_step_leaves_gradients_for_the_next(tmp_path
     sharded = plug.shard_trainer(make_trainer(tmp_path, **options), stage=3, backend=backend)
     plain.train()
     sharded.train()
-    torch.testing.assert_close(logged(sharded, "grad_norm"), logged(plain, "grad_norm"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(list_logged(sharded, "grad_norm"), list_logged(plain, "grad_norm"), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
 
 

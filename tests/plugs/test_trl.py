@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from fzero.plugs import transformers as plug
-from tests.plugs.helpers import logged, weights
+from tests.plugs.helpers import list_logged, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")]
 WORDS = 90
@@ -74,4 +74,4 @@ def test_a_sharded_trl_trainer_has_the_losses_of_the_plain_one(tmp_path, kind, l
     torch.testing.assert_close(weights(full), weights(plain.model), rtol=1e-5, atol=1e-5)
     moved = [not torch.equal(p, q) for p, q in zip(before, weights(full), strict=True)]
     assert any(moved) and all(moved) != lora
-    assert len(logged(sharded, "loss")) == 4
+    assert len(list_logged(sharded, "loss")) == 4

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.plugs import transformers as plug
-from tests.plugs.helpers import logged, make_trainer, weights
+from tests.plugs.helpers import list_logged, make_trainer, weights
 
 
 def main(folder: pathlib.Path) -> None:
@@ -20,13 +20,13 @@ def main(folder: pathlib.Path) -> None:
     sharded.train()
     sharded.evaluate()
     for name in ("loss", "grad_norm", "eval_loss"):
-        torch.testing.assert_close(logged(sharded, name), logged(plain, name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(list_logged(sharded, name), list_logged(plain, name), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weights(plug.full_model(sharded)), weights(plain.model), rtol=1e-5, atol=1e-5)
     held = sum(x.data.numel() for x in sharded._fzero.engine.params.values() if hasattr(x, "data"))
     total = sum(p.numel() for p in weights(plain.model))
     assert held <= 0.55 * total, (held, total)
     if dist.get_rank() == 0:
-        (folder / "logged.json").write_text(json.dumps(logged(sharded, "loss")))
+        (folder / "logged.json").write_text(json.dumps(list_logged(sharded, "loss")))
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ DTYPES = [
 small_rows = patch.object(_agreement, "_BLOCK_WORDS", 4 * 7)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+def draw_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Any bits, nans among them; a bool has two."""
     g = torch.Generator().manual_seed(seed)
     count = math.prod(shape)
@@ -42,7 +42,7 @@ seeds = st.integers(0, 2**31)
 @given(shapes, st.sampled_from(DTYPES), seeds, st.data())
 def test_a_checksum_does_not_depend_on_strides_and_offsets(shape, dtype, seed, data):
     """Whatever view a tensor is, it has the checksum of a copy."""
-    x = drawn(shape, dtype, seed)
+    x = draw_bits(shape, dtype, seed)
     expected = checksum(x.clone())
     order = data.draw(st.permutations(range(x.ndim)))
     back = [order.index(i) for i in range(x.ndim)]
@@ -69,7 +69,7 @@ def test_lazily_conjugated_or_negated_and_expanded_tensors_are_read_as_their_val
 @given(shapes.filter(lambda s: math.prod(s) > 1), st.sampled_from(DTYPES), seeds, st.data())
 def test_a_checksum_tells_a_flipped_bit_and_two_swapped_ones(shape, dtype, seed, data):
     """Of one element any bit, the sign among them; of two elements their order, however far they are apart."""
-    x = drawn(shape, dtype, seed).contiguous()
+    x = draw_bits(shape, dtype, seed).contiguous()
     flat = x.view(-1)
     i, j = data.draw(st.lists(st.integers(0, x.numel() - 1), min_size=2, max_size=2, unique=True))
     flipped = x.clone()

@@ -17,7 +17,7 @@ print(mesh, mesh.spmd(lambda: fzero.collectives.psum(fzero.axes.axis_index(("dp"
 """
 
 
-def alone(timeout: float, script: str = SCRIPT, **variables: Any) -> Done:
+def launch_alone(timeout: float, script: str = SCRIPT, **variables: Any) -> Done:
     return python("-c", script, str(timeout), **variables)
 
 
@@ -40,12 +40,12 @@ def test_the_tasks_of_a_slurm_step_are_a_world():
 
 def test_a_rank_that_never_arrives_is_named_in_time():
     port = free_port()
-    err = alone(3, **rank_variables(0, 2, port)).stderr
+    err = launch_alone(3, **rank_variables(0, 2, port)).stderr
     assert f"RuntimeError: rank 1 did not arrive within 3 s: 2 processes should meet at localhost:{port}" in err
 
 
 def test_launching_without_rank_0_fails_and_names_it():
-    err = alone(3, **rank_variables(1, 2, free_port())).stderr
+    err = launch_alone(3, **rank_variables(1, 2, free_port())).stderr
     assert "RuntimeError: rank 1 did not reach rank 0 within 3 s: 2 processes should meet at localhost" in err
 
 
@@ -77,7 +77,7 @@ with socket.socket() as taken:
 
 def test_a_world_of_one_process_is_no_simulation():
     """It is not a simulation; it makes several meshes, and anew after destroy_process_group, but none in a fork."""
-    _, out, err = alone(60, ONE, **rank_variables(0, 1, free_port()))
+    _, out, err = launch_alone(60, ONE, **rank_variables(0, 1, free_port()))
     lines = out.splitlines()
     assert lines[0] == "Mesh(dp=1, rank 0) Mesh(dp=1, tp=1, rank 0) 1", out + err
     assert lines[1].startswith("this process was forked from rank 0 and has its connections"), out + err

@@ -16,14 +16,14 @@ BATCH = mlp_batch(12)
 OPT = optim.sgd(0.1)
 
 
-def weighted(params: Any, batch: Any) -> Any:
+def sum_weighted(params: Any, batch: Any) -> Any:
     w = batch["x"][:, 0].abs()
     return (w * (params["scale"] * batch["x"] @ params["head"][0] - batch["y"]).square().sum(-1)).sum(), w.sum()
 
 
-def pulled_back(**options: Any) -> Callable[..., Any]:
+def make_pullback_step(**options: Any) -> Callable[..., Any]:
     """A step whose new parameters are the vjp of (value, gradients), with cotangents of both."""
-    f = weighted if options.get("reduce") == "weighted" else mlp_loss
+    f = sum_weighted if options.get("reduce") == "weighted" else mlp_loss
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
         (value, _), pull = torch.func.vjp(lambda p: fzero.value_and_grad(f, **options)(p, batch), params)
@@ -33,7 +33,7 @@ def pulled_back(**options: Any) -> Callable[..., Any]:
     return train_step
 
 
-def pushed_forward(**options: Any) -> Callable[..., Any]:
+def make_pushforward_step(**options: Any) -> Callable[..., Any]:
     """A step whose new parameters are a Hessian-vector product, forward over reverse."""
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -62,22 +62,22 @@ def check(train_step: Callable[..., Any], mesh: fzero.ranks.Mesh, stage: int, **
     "stage,simulate", cases([(1, "lockstep"), (3, "vmap")], itertools.product(ALL_STAGES, ("vmap", "lockstep")))
 )
 def test_the_vjp_of_sharded_gradients_equals_the_unsharded_one(options, stage, simulate):
-    check(pulled_back(**OPTIONS[options]), fzero.mesh(dp=3, simulate=simulate), stage)
+    check(make_pullback_step(**OPTIONS[options]), fzero.mesh(dp=3, simulate=simulate), stage)
 
 
 @pytest.mark.parametrize("stage", cases((1, 3), ALL_STAGES))
 def test_the_jvp_of_sharded_gradients_equals_the_unsharded_one(stage):
-    check(pushed_forward(), fzero.mesh(dp=3), stage)
+    check(make_pushforward_step(), fzero.mesh(dp=3), stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_vjp_of_hybrid_sharded_gradients_equals_the_unsharded_one(stage):
-    check(pulled_back(), fzero.mesh(replica=2, shard=3), stage, axis=("replica", "shard"), over="shard")
+    check(make_pullback_step(), fzero.mesh(replica=2, shard=3), stage, axis=("replica", "shard"), over="shard")
 
 
 @pytest.mark.parametrize("stage", cases((3,), [0, 1]))
 def test_the_vjp_of_gradients_in_a_jitted_step_equals_the_eager_one(stage):
-    mesh, train_step = fzero.mesh(dp=2), pulled_back()
+    mesh, train_step = fzero.mesh(dp=2), make_pullback_step()
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
     expected, _, wanted = step(*step.init(mlp_params(), OPT), mesh.split(BATCH))
     got, _, value = fzero.jit(step, backend="fx", **LEAST)(*step.init(mlp_params(), OPT), mesh.split(BATCH))

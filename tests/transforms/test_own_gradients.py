@@ -17,16 +17,16 @@ def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return mlp_loss(params, {"x": x, "y": y})
 
 
-def weighted(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+def sum_weighted(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
     w = x[:, 0].abs()  # another weight for each sample, so another for each rank and micro-batch
     return (w * (params["scale"] * x.sin() - y.sum(-1, keepdim=True)).square().sum(-1)).sum(), w.sum()
 
 
-def summed(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def sum_scaled(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (params["scale"] * x.sin() - y.sum(-1, keepdim=True)).square().sum()
 
 
-LOSSES = {"mean": loss, "weighted": weighted, "sum": summed}
+LOSSES = {"mean": loss, "weighted": sum_weighted, "sum": sum_scaled}
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])

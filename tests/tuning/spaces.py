@@ -74,6 +74,6 @@ def make_step(config: Configuration) -> Any:
 
 
 @functools.cache
-def planned(config: Configuration) -> fzero.graph.Plan:
+def plan_once(config: Configuration) -> fzero.graph.Plan:
     """Plan a configuration once."""
     return fzero.plan(*make_step(config), hardware="cuda")

@@ -38,7 +38,7 @@ def maker(layers: int = 3, width: int = 128, stage: int = 2, clip: bool = False,
 
 
 @functools.cache
-def planned(
+def plan_step(
     ratio: float, stage: int = 2, clip: bool = False, update_on: str = "host", world_size: int = 2
 ) -> fzero.graph.Plan:
     return fzero.plan(*maker(stage=stage, clip=clip, update_on=update_on)(ratio), world_size=world_size)

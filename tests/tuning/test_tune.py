@@ -19,7 +19,7 @@ from fzero.tuning.machines._machine import _CONSTANTS
 from fzero.tuning.machines._named_machines import MACHINES
 from fzero.tuning.search import ConfigurationPlanner
 from tests.helpers import cases, either, examples
-from tests.tuning.spaces import make_step, planned
+from tests.tuning.spaces import make_step, plan_once
 
 STAGES = either((2, 3), (0, 1, 2, 3))
 SPACE: dict[str, Any] = {
@@ -35,7 +35,7 @@ SPACE: dict[str, Any] = {
 @functools.cache
 def try_all() -> ConfigurationTable:
     """Try all of it, at the first use: not while tests are collected."""
-    return fzero.tune(lambda c: planned(c), **SPACE, memory=1e12, offload=(0.0, 1.0))
+    return fzero.tune(lambda c: plan_once(c), **SPACE, memory=1e12, offload=(0.0, 1.0))
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def peaks() -> list[int]:
 def test_a_row_is_the_plan_of_its_configuration():
     assert len(try_all().rows) == len(STAGES) * 2 * 3 * 2 and not try_all().skipped
     for row in try_all().rows[:: either(20, 1)]:
-        plan = planned(row.config)
+        plan = plan_once(row.config)
         assert row.peak_bytes == plan.peak_bytes and row.in_full
         assert row.device_bytes == {k: n for k in row.device_bytes if (n := plan.live_of(k)[plan.peak_at])}
         assert row.traffic_bytes == (
@@ -61,7 +61,7 @@ def test_a_row_is_the_plan_of_its_configuration():
 def test_the_best_row_equals_that_of_an_exhaustive_search(share, at):
     """It does so at any budget, also one that a row just meets; what is skipped would not have fitted."""
     for budget in (at, share * peaks()[-1] + 1):
-        table = fzero.tune(lambda c: planned(c), **SPACE, memory=budget, offload=(0.0, 1.0))
+        table = fzero.tune(lambda c: plan_once(c), **SPACE, memory=budget, offload=(0.0, 1.0))
         fits = [r for r in try_all().rows if r.peak_bytes <= budget]
         assert {r.config for r in table.fitting} == {r.config for r in fits}
         assert {s.config for s in table.skipped} | {r.config for r in table.rows} == {r.config for r in try_all().rows}
@@ -76,7 +76,7 @@ def test_the_best_row_equals_that_of_an_exhaustive_search(share, at):
 
 def test_a_search_skips_rows_that_cannot_fit():
     """Where the leanest of all stages do not fit, no other micro-batch and no less of remat is planned."""
-    table = fzero.tune(lambda c: planned(c), **SPACE, memory=1000)
+    table = fzero.tune(lambda c: plan_once(c), **SPACE, memory=1000)
     assert {(r.config.micro_batch, r.config.remat) for r in table.rows} == {(8, True)}
     assert {s.config.micro_batch for s in table.skipped} == {8, 64}
 
@@ -119,7 +119,7 @@ def test_a_table_does_not_depend_on_the_number_of_workers():
 
 
 def test_a_table_prints_its_rows_budget_and_frontier():
-    table = fzero.tune(lambda c: planned(c), **SPACE, memory=40e6, margin=0.1)
+    table = fzero.tune(lambda c: plan_once(c), **SPACE, memory=40e6, margin=0.1)
     said = str(table)
     assert f"of {len(table.rows) + len(table.skipped)} configurations fit" in said and "less a margin" in said
     assert "too much" in said and "seconds are estimates" in said
@@ -191,7 +191,7 @@ def test_updates_on_the_host_take_the_time_of_its_memory_and_link():
 
 def test_a_card_keeps_a_margin_and_a_machine_its_own():
     asked = {**SPACE, "machine": "H100", "stages": (3,), "remat": (True,), "micro_batches": (64,)}
-    tables = [fzero.tune(lambda c: planned(c), **asked, **more) for more in ({"memory": 80e9}, {})]
+    tables = [fzero.tune(lambda c: plan_once(c), **asked, **more) for more in ({"memory": 80e9}, {})]
     assert [t.budget_bytes for t in tables] == [0.93 * 80e9, H100.device_bytes]
 
 
@@ -266,7 +266,7 @@ def test_wrong_arguments_of_tune_are_refused(name):
 
 
 def test_a_budget_that_nothing_fits_says_what_to_change():
-    table = fzero.tune(lambda c: planned(c), **{**SPACE, "stages": (1, 2)}, memory=1000, remat=(False,))
+    table = fzero.tune(lambda c: plan_once(c), **{**SPACE, "stages": (1, 2)}, memory=1000, remat=(False,))
     least = min(r.peak_bytes for r in table.rows)
     with pytest.raises(
         ValueError, match=rf"no configuration fits 1.0 kB: the smallest, stage 2, .* takes {least / 1e6:.1f} MB"
@@ -297,7 +297,7 @@ def test_json_that_holds_no_table_is_refused():
 
 def test_a_plan_for_a_gpu_has_no_buffers_of_gloo():
     config = Configuration(3, 8, 8, ranks=4)
-    ours, theirs = planned(config), fzero.plan(*make_step(config))
+    ours, theirs = plan_once(config), fzero.plan(*make_step(config))
     labels = [{r.label for r in plan.ranges} for plan in (ours, theirs)]
     assert "the ranks' parts" in labels[1] and "the ranks' parts" not in labels[0]
     assert ours.flops == theirs.flops and ours.peak_bytes <= theirs.peak_bytes and ours.seconds < theirs.seconds
@@ -345,11 +345,11 @@ def test_each_constant_has_its_source():
 
 def test_attention_planned_on_a_cpu_counts_as_on_a_gpu():
     q = torch.empty(2, 4, 8, 16, device="meta")
-    plan = fzero.plan(lambda q: torch.func.grad(lambda q: _attended(q).sum())(q), q)
+    plan = fzero.plan(lambda q: torch.func.grad(lambda q: _attend(q).sum())(q), q)
     assert plan.flops == (4 + 10) * 2 * 4 * 8 * 8 * 16
 
 
-def _attended(q: torch.Tensor) -> torch.Tensor:
+def _attend(q: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero import PerRank, optim, tree
 from fzero.testing import assert_equivalent, assert_trees_close, stages, trees
-from tests.collectives.helpers import COLLECTIVES, simulations, stacked
+from tests.collectives.helpers import COLLECTIVES, draw_stacked, simulations
 from tests.helpers import ALL_STAGES, cases, either, examples, train_step_for
 from tests.zero.helpers import ARRANGEMENTS, along, loss_of_tree, parallel_loss, parallel_params, parts
 
@@ -27,7 +27,7 @@ SHAPES = [
 shapes = st.sampled_from(SHAPES)
 
 
-def on_mesh(axes: dict[str, int], f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate: str = "vmap") -> Any:
+def run_on_mesh(axes: dict[str, int], f: Callable[..., torch.Tensor], *xs: torch.Tensor, simulate: str = "vmap") -> Any:
     mesh = fzero.mesh(simulate=simulate, **axes)
     return mesh.spmd(lambda *xs: PerRank(f(*xs)))(*[PerRank(x) for x in xs]).value
 
@@ -45,7 +45,7 @@ def meshes_and_axes(draw: Any) -> tuple[dict[str, int], tuple[str, ...]]:
     return axes, tuple(draw(st.permutations(sorted(axes)))[: draw(st.integers(1, len(axes)))])
 
 
-def as_one_axis(axes: dict[str, int], names: tuple[str, ...], X: torch.Tensor) -> torch.Tensor:
+def join_to_one_axis(axes: dict[str, int], names: tuple[str, ...], X: torch.Tensor) -> torch.Tensor:
     """Rearrange [ranks, ..] as [ranks along the other axes, ranks along `names` in their order, ..]."""
     order = list(axes)
     rest = [name for name in order if name not in names]
@@ -61,10 +61,10 @@ def test_a_collective_over_several_axes_equals_that_over_one_axis_of_as_many_ran
     axes, names = mesh_and_axes
     name = data.draw(st.sampled_from(sorted(along(names))))
     n = size_of(axes, names)
-    X = stacked(size_of(axes, tuple(axes)), 2, 2 * n)
-    got = as_one_axis(axes, names, on_mesh(axes, along(names)[name], X, simulate=simulate))
-    for mine, theirs in zip(got, as_one_axis(axes, names, X), strict=True):
-        expected = on_mesh({"one": n}, along(("one",))[name], theirs)
+    X = draw_stacked(size_of(axes, tuple(axes)), 2, 2 * n)
+    got = join_to_one_axis(axes, names, run_on_mesh(axes, along(names)[name], X, simulate=simulate))
+    for mine, theirs in zip(got, join_to_one_axis(axes, names, X), strict=True):
+        expected = run_on_mesh({"one": n}, along(("one",))[name], theirs)
         torch.testing.assert_close(mine, expected, rtol=1e-14, atol=1e-14)
 
 
@@ -73,10 +73,10 @@ def test_a_collective_over_several_axes_equals_that_over_one_axis_of_as_many_ran
 def test_transposes_on_several_axes_pass_the_dot_product_test(mesh_and_axes, data, simulate):
     axes, names = mesh_and_axes
     f = along(names)[data.draw(st.sampled_from(sorted(along(names))))]
-    X = stacked(size_of(axes, tuple(axes)), 2, 2 * size_of(axes, names))
-    Y = torch.randn_like(on_mesh(axes, f, X))
-    transposed = on_mesh(axes, lambda x, y: torch.func.vjp(f, x)[1](y)[0], X, Y, simulate=simulate)
-    left, right = (on_mesh(axes, f, X) * Y).sum(), (X * transposed).sum()
+    X = draw_stacked(size_of(axes, tuple(axes)), 2, 2 * size_of(axes, names))
+    Y = torch.randn_like(run_on_mesh(axes, f, X))
+    transposed = run_on_mesh(axes, lambda x, y: torch.func.vjp(f, x)[1](y)[0], X, Y, simulate=simulate)
+    left, right = (run_on_mesh(axes, f, X) * Y).sum(), (X * transposed).sum()
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
@@ -85,13 +85,13 @@ def test_transposes_on_several_axes_pass_the_dot_product_test(mesh_and_axes, dat
 def test_lockstep_equals_vmap_on_several_axes(mesh_and_axes, data):
     axes, names = mesh_and_axes
     f = along(names)[data.draw(st.sampled_from(sorted(along(names))))]
-    X = stacked(size_of(axes, tuple(axes)), 3, 2, 2 * size_of(axes, names))
+    X = draw_stacked(size_of(axes, tuple(axes)), 3, 2, 2 * size_of(axes, names))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (torch.sin(f(x)) ** 2).sum()
 
     for program in (lambda x: torch.vmap(torch.func.grad(loss))(x), lambda x: torch.func.grad(loss)(x[0])):
-        got, expected = (on_mesh(axes, program, X, simulate=s) for s in ("lockstep", "vmap"))
+        got, expected = (run_on_mesh(axes, program, X, simulate=s) for s in ("lockstep", "vmap"))
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
 
 
@@ -100,9 +100,9 @@ def test_lockstep_equals_vmap_on_several_axes(mesh_and_axes, data):
 def test_axis_index_counts_in_the_order_of_the_names(axes):
     n = size_of(axes, tuple(axes))
     for simulate in ("vmap", "lockstep"):
-        got = on_mesh(axes, lambda: fzero.axes.axis_index(tuple(axes)), simulate=simulate)
+        got = run_on_mesh(axes, lambda: fzero.axes.axis_index(tuple(axes)), simulate=simulate)
         assert got.tolist() == list(range(n))
-        backwards = on_mesh(axes, lambda: fzero.axes.axis_index(tuple(axes)[::-1]), simulate=simulate)
+        backwards = run_on_mesh(axes, lambda: fzero.axes.axis_index(tuple(axes)[::-1]), simulate=simulate)
         assert (
             backwards.tolist()
             == torch.arange(n).reshape(*reversed(axes.values())).permute(*reversed(range(len(axes)))).flatten().tolist()
@@ -147,7 +147,7 @@ def test_megatrons_f_and_g_give_the_dense_gradients(tp, layers, simulate):
 @settings(max_examples=20)
 @given(st.integers(1, 4), simulations)
 def test_all_gather_invariant_gives_each_rank_the_gradient_of_its_part(tp, simulate):
-    x, w = stacked(tp, 2, 3), stacked(2 * tp, 3, seed=1)
+    x, w = draw_stacked(tp, 2, 3), draw_stacked(2 * tp, 3, seed=1)
     f = lambda x: (fzero.collectives.all_gather_invariant(x, "tp") * w).square().sum()  # noqa: E731
     mesh = fzero.mesh(tp=tp, simulate=simulate)
     got = mesh.spmd(lambda x: PerRank(torch.func.grad(f)(x)))(PerRank(x)).value

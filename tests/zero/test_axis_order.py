@@ -28,7 +28,7 @@ def layer(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ block["w"])
 
 
-def jitted(
+def make_jitted(
     axis: tuple[str, ...],
     k: int = 1,
     precision: Any = None,
@@ -73,7 +73,7 @@ def test_a_unit_passes_between_hosts_once_a_step_and_within_a_host_as_often_as_a
     usual, hosts_first = (
         sent(fzero.plan(step, *args))
         for step, args, _ in (
-            jitted(axis, k, precision, remat, max_reuse_bytes=0) for axis in (("host", "dp"), HOSTS_FIRST)
+            make_jitted(axis, k, precision, remat, max_reuse_bytes=0) for axis in (("host", "dp"), HOSTS_FIRST)
         )
     )
     of_parameters = BLOCKS * WIDTH**2 * (4 if precision is None else 2)
@@ -84,7 +84,7 @@ def test_a_unit_passes_between_hosts_once_a_step_and_within_a_host_as_often_as_a
 
 
 def test_the_record_of_a_step_names_the_axis_of_each_gather():
-    _, args, step = jitted(HOSTS_FIRST)
+    _, args, step = make_jitted(HOSTS_FIRST)
     with fzero.collectives.record() as log:
         step(*args)
     gathers = Counter([event.axis for event in log.events if event.kind == "all_gather"])
@@ -93,7 +93,7 @@ def test_the_record_of_a_step_names_the_axis_of_each_gather():
 
 @pytest.mark.parametrize("k", cases([3], [1]))
 def test_a_rank_holds_its_hosts_share_during_the_step_and_its_own_between_steps(k):
-    (usual, args, step), (hosts_first, more, _) = (jitted(axis, k) for axis in (("host", "dp"), HOSTS_FIRST))
+    (usual, args, step), (hosts_first, more, _) = (make_jitted(axis, k) for axis in (("host", "dp"), HOSTS_FIRST))
     plans = fzero.plan(usual, *args), fzero.plan(hosts_first, *more)
     assert fzero.zero.state_bytes(more[0], step.mesh) == fzero.zero.state_bytes(args[0], step.mesh)
     share = BLOCKS * WIDTH**2 * 4 / 2
@@ -101,14 +101,14 @@ def test_a_rank_holds_its_hosts_share_during_the_step_and_its_own_between_steps(
 
 
 def test_gathered_units_that_stay_in_memory_are_gathered_once_over_each_axis():
-    step, args, _ = jitted(HOSTS_FIRST, 3, max_reuse_bytes=float("inf"))
+    step, args, _ = make_jitted(HOSTS_FIRST, 3, max_reuse_bytes=float("inf"))
     plan = sent(fzero.plan(step, *args))
     assert plan["all_gather", "dp"] == BLOCKS * WIDTH**2 * 4 == 2 * plan["all_gather", "host"]
 
 
 @pytest.mark.parametrize("k,remat", cases([(1, False), (3, True)], [(1, True), (3, False)]))
 def test_a_jitted_step_trains_as_an_eager_one(k, remat):
-    jit, args, step = jitted(HOSTS_FIRST, k, None, remat)
+    jit, args, step = make_jitted(HOSTS_FIRST, k, None, remat)
     *state, batch = args
     eager = fzero.tree.map(torch.clone, state)
     for _ in range(3):

@@ -98,7 +98,7 @@ def test_partition_moves_a_tree_to_the_device_of_its_layout():
     assert {x.device for x in fzero.tree.tensors(step.partition(saved[1], like=opt_state)) if not x.ndim} == {CPU}
 
 
-def on_gpu(values):
+def move_to_gpu(values):
     """Stand-ins on a GPU that this machine lacks."""
     with FakeTensorMode():
         return fzero.tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=GPU) if x.ndim else x, values)
@@ -118,7 +118,7 @@ def test_a_leaf_on_another_device_is_named(stage):
     on_cpu = step_on(CPU, stage, opt)
     state = on_cpu.init(make, opt)
     step = on_cpu.on_mesh(replace(on_cpu.mesh, device=GPU))
-    params, opt_state, data = on_gpu((*state, on_cpu.mesh.split(batch())))
+    params, opt_state, data = move_to_gpu((*state, on_cpu.mesh.split(batch())))
     where = r"is on cpu, and Mesh\(dp=2, simulated, cuda:0\) computes on cuda:0: "
     box = ".0" if stage else ""
     with pytest.raises(ValueError, match=rf"argument 0, leaf 'a.w' {where}.*step.init"):
@@ -134,7 +134,7 @@ def test_a_leaf_on_another_device_is_named(stage):
 def test_a_plain_tensor_on_another_device_is_named_unless_it_is_a_scalar():
     step = fzero.shard(lambda params, key, *, mask: params, 0, mesh=replace(fzero.mesh(dp=2), device=GPU))
     with pytest.raises(ValueError, match=r"argument leaf 'mask' is on cpu, .* mesh.device_put\(value\); or stay on"):
-        step(on_gpu(make()), torch.ones(()), mask=torch.ones(3))
+        step(move_to_gpu(make()), torch.ones(()), mask=torch.ones(3))
 
 
 @pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))

@@ -131,13 +131,13 @@ def test_state_bytes_needs_no_step():
     assert fzero.zero.state_bytes([tied, tied, {"b": fzero.PerRank(torch.zeros(4, 2))}], fzero.mesh(dp=4)) == 48
 
 
-def parted() -> tuple[fzero.zero.ShardedStep, Any, Any]:
+def make_parted() -> tuple[fzero.zero.ShardedStep, Any, Any]:
     step = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=2))
     return (step, *step.init({"a": {"w": torch.ones(3, 2), "b": torch.ones(2)}}, optim.adam(0.1)))
 
 
 def test_a_leaf_that_differs_from_like_is_named():
-    step, params, state = parted()
+    step, params, state = make_parted()
     whole = step.gather(params)
     other = fzero.shard(lambda p, s: (p, s), 3, fzero.mesh(dp=4))
     rows = [

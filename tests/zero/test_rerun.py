@@ -86,7 +86,7 @@ def test_rerun_does_not_report_state_that_the_user_changed():
         opt_state = tree.map(lambda x: x * 1 if isinstance(x, torch.Tensor) else x, opt_state)
 
 
-def mistaken(calls: Any, wrong: Any, rank: int = 1) -> Any:
+def make_mistaken(calls: Any, wrong: Any, rank: int = 1) -> Any:
     """A train step that flips a bit of a gradient on one rank, in the runs whose number `wrong` has."""
 
     def plant(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_rerun_finds_a_wrong_result_in_calls_that_run_twice(stage, run, found_in
     """Runs 1 and 2 are call 1, run 3 is call 2, and runs 4 and 5 are call 3."""
     calls = [0, 0]
     mesh = fzero.mesh(dp=2, simulate="lockstep")
-    step = fzero.shard(mistaken(calls, {run}), stage=stage, mesh=mesh, check=Rerun(every=2))
+    step = fzero.shard(make_mistaken(calls, {run}), stage=stage, mesh=mesh, check=Rerun(every=2))
     state: Any = step.init(mlp_params(), OPT)
     count = None
     for i in range(4):

@@ -15,7 +15,7 @@ PARAMS = {"w": torch.arange(24.0).view(8, 3) / 10, "b": torch.ones(3)}
 X = torch.arange(64.0).view(8, 8) / 64
 
 
-def averaged(params: Any, state: Any, average: Any, x: torch.Tensor) -> Any:
+def average_params(params: Any, state: Any, average: Any, x: torch.Tensor) -> Any:
     def loss(p: Any, average: Any, x: torch.Tensor) -> torch.Tensor:
         distance = (x @ p["w"] + p["b"]) - (x @ average["w"] + average["b"])
         return (x @ p["w"] + p["b"]).square().mean() + distance.square().mean()
@@ -30,13 +30,13 @@ def averaged(params: Any, state: Any, average: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_moving_average_as_a_second_parameter_tree_equals_unsharded(stage, way, tmp_path):
     mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")
-    step = fzero.shard(averaged, stage, mesh, param_argnums=(0, 2))
+    step = fzero.shard(average_params, stage, mesh, param_argnums=(0, 2))
     run = fzero.jit(step, backend="fx", **LEAST) if way == "jit" else step
     state = (*step.init(PARAMS, OPT), step.init(PARAMS, OPT)[0])
     expected: Any = (PARAMS, OPT.init(PARAMS), PARAMS)
     for _ in range(3):
         *state, loss = run(*state, mesh.split(X))
-        *expected, value = averaged(*expected, X)  # pyright: ignore[reportCallIssue]
+        *expected, value = average_params(*expected, X)  # pyright: ignore[reportCallIssue]
         assert_trees_close(loss, value)
     assert_trees_close(step.gather(state[2]), expected[2])
     fzero.save(tmp_path, {"params": state[0], "average": state[2]}, mesh)
@@ -47,6 +47,6 @@ def test_a_moving_average_as_a_second_parameter_tree_equals_unsharded(stage, way
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_second_parameter_tree_without_param_argnums_is_refused_with_its_position(stage):
     mesh = fzero.mesh(dp=2)
-    step = fzero.shard(averaged, stage, mesh)
+    step = fzero.shard(average_params, stage, mesh)
     with pytest.raises(ValueError, match=r"moving average, needs its position too: .*param_argnums=\(0, 2\)"):
         step(*step.init(PARAMS, OPT), step.init(PARAMS, OPT)[0], mesh.split(X))

@@ -24,7 +24,7 @@ def foreach(ps: list[torch.Tensor], gs: list[torch.Tensor]) -> None:
     torch._foreach_add_(ps, gs, alpha=-0.1)
 
 
-def each(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., None]:
+def write_each(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., None]:
     def write_all(ps: list[torch.Tensor], gs: list[torch.Tensor]) -> None:
         for p, g in zip(ps, gs, strict=True):
             write(p, 0.1 * g)
@@ -37,14 +37,14 @@ def give_other_memory(p: torch.Tensor, d: torch.Tensor) -> None:
 
 
 WRITES = {
-    "sub_": each(lambda p, d: p.sub_(d)),
-    "copy_": each(lambda p, d: p.copy_(p - d)),
-    "a view": each(lambda p, d: p.view(-1)[:].sub_(d)),
-    "detached": each(lambda p, d: p.detach().sub_(d)),
-    "out=": each(lambda p, d: torch.sub(p, d, out=p)),
+    "sub_": write_each(lambda p, d: p.sub_(d)),
+    "copy_": write_each(lambda p, d: p.copy_(p - d)),
+    "a view": write_each(lambda p, d: p.view(-1)[:].sub_(d)),
+    "detached": write_each(lambda p, d: p.detach().sub_(d)),
+    "out=": write_each(lambda p, d: torch.sub(p, d, out=p)),
     "foreach": foreach,
-    "through .data": each(lambda p, d: p.data.sub_(d)),
-    "other .data": each(give_other_memory),
+    "through .data": write_each(lambda p, d: p.data.sub_(d)),
+    "other .data": write_each(give_other_memory),
 }
 UNDER_VMAP = ("sub_", "copy_", "a view", "detached")  # torch.vmap refuses the others itself
 

@@ -47,7 +47,7 @@ def loops(graph: Any) -> list[Loop]:
     return [loop for n in graph.nodes if (loop := node_loop(n))]
 
 
-def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
+def schedule_carry(traced: Any, in_flight: int, across_iterations: bool = True, bucket_bytes: int = 0) -> Any:
     settings = PassSettings(
         recompute=False,
         max_reuse_bytes=0,
@@ -60,7 +60,7 @@ def scheduled(traced: Any, in_flight: int, across_iterations: bool = True, bucke
 
 @pytest.mark.parametrize("stage,in_flight", cases([(2, 1), (2, 9)], itertools.product((2, 3), (1, 2, 9))))
 def test_a_carried_reduction_is_awaited_before_the_next_iteration_starts_its_own(stage, in_flight):
-    graph = scheduled(entry(stage).traced.graph, in_flight)
+    graph = schedule_carry(entry(stage).traced.graph, in_flight)
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
     pending = [n for n in nodes if is_carried(n)]
@@ -76,7 +76,7 @@ def test_a_carried_reduction_is_awaited_before_the_next_iteration_starts_its_own
 
 
 def test_all_reductions_of_a_bucket_are_carried_together():
-    graph = scheduled(entry(2).traced.graph, 1, bucket_bytes=1 << 20)
+    graph = schedule_carry(entry(2).traced.graph, 1, bucket_bytes=1 << 20)
     (loop,) = loops(graph)
     starts = {n.all_input_nodes[0] for n in graph_results(loop.body)[-loop.carried_count :]}
     assert loop.carried_count > 1 and len(starts) == 1 and all(n.target is operator.getitem for n in starts.pop().users)
@@ -85,7 +85,7 @@ def test_all_reductions_of_a_bucket_are_carried_together():
 @pytest.mark.slow
 def test_carrying_reductions_keeps_the_number_of_collectives():
     traced = entry(3).traced.graph
-    (one,), (other,) = [loops(scheduled(traced, 1, across)) for across in (False, True)]
+    (one,), (other,) = [loops(schedule_carry(traced, 1, across)) for across in (False, True)]
     names = [[n.name for n in loop.body.nodes if is_collective(n)] for loop in (one, other)]
     assert names[0] == names[1] and (one.carried_count, other.carried_count) == (0, 1)
 
@@ -93,7 +93,7 @@ def test_carrying_reductions_keeps_the_number_of_collectives():
 def test_a_plan_counts_reductions_in_flight():
     """The operand, and the shard that arrives, from the iteration's end to the next one's wait."""
     traced = entry(2).traced.graph
-    graph = scheduled(traced, 1)
+    graph = schedule_carry(traced, 1)
     (loop,) = loops(graph)
     nodes = list(loop.body.nodes)
     pending = next(n for n in nodes if is_carried(n))
@@ -106,14 +106,14 @@ def test_a_plan_counts_reductions_in_flight():
     assert [(r.bytes, r.stop) for r in last] == [(full // 2, len(nodes) - 1)]
     packed = max((r for r in iteration_ranges(loop) if r.bytes == full), key=lambda r: r.start)
     assert nodes.index(pending) < packed.start < nodes.index(started) and packed.stop == len(nodes) - 1
-    assert iteration_peak_bytes(loop) >= iteration_peak_bytes(loops(scheduled(traced, 1, False))[0])
+    assert iteration_peak_bytes(loop) >= iteration_peak_bytes(loops(schedule_carry(traced, 1, False))[0])
     assert peak_bytes(graph) == max(live_bytes(live_ranges(graph), len(graph.nodes)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_plan_of_a_carried_reduction_counts_the_parts_of_all_ranks(ranks):
-    graph = scheduled(entry(2, world=(("dp", ranks),)).traced.graph, 1)
+    graph = schedule_carry(entry(2, world=(("dp", ranks),)).traced.graph, 1)
     (loop,) = loops(graph)
     pending = next(n for n in loop.body.nodes if is_carried(n))
     shard = pending.meta["val"].numel() * 4
@@ -124,11 +124,11 @@ def test_a_plan_of_a_carried_reduction_counts_the_parts_of_all_ranks(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_reduction_behind_the_loop_is_not_carried(stage):
-    assert [loop.carried_count for loop in loops(scheduled(entry(stage).traced.graph, 1))] == [0]
+    assert [loop.carried_count for loop in loops(schedule_carry(entry(stage).traced.graph, 1))] == [0]
 
 
 def test_sums_over_replicas_follow_the_loop():
-    graph = scheduled(entry(3, world=(("replica", 2), ("shard", 2))).traced.graph, 1)
+    graph = schedule_carry(entry(3, world=(("replica", 2), ("shard", 2))).traced.graph, 1)
     (loop,) = loops(graph)
     kinds = [
         {str(n.target).split(".")[1] for n in nodes if is_reduce_collective(n)}
@@ -137,12 +137,12 @@ def test_sums_over_replicas_follow_the_loop():
     assert loop.carried_count == 1 and kinds == [{"reduce_scatter_tensor"}, {"all_reduce_"}]
 
 
-def as_a_row(body: Any, chain: Any) -> Any:
+def show_as_row(body: Any, chain: Any) -> Any:
     """Show a user the reduced gradient of each micro-batch."""
     return chain.wait
 
 
-def scaled(body: Any, chain: Any) -> None:
+def scale_gradient(body: Any, chain: Any) -> None:
     """Scale a reduced gradient before it is added."""
     with body.inserting_before(chain.add):
         double = body.call_function(torch.ops.aten.mul.Tensor, (chain.add.args[1], 2.0))
@@ -150,7 +150,7 @@ def scaled(body: Any, chain: Any) -> None:
     chain.add.args = (chain.add.args[0], double)
 
 
-def read_before(body: Any, chain: Any) -> Any:
+def show_sum_before(body: Any, chain: Any) -> Any:
     """Show a user the sum before each micro-batch."""
     with body.inserting_before(chain.add):
         product = body.call_function(torch.ops.aten.mul.Tensor, (chain.add.args[0], 2.0))
@@ -158,9 +158,9 @@ def read_before(body: Any, chain: Any) -> Any:
     return product
 
 
-@pytest.mark.parametrize("change", [as_a_row, scaled, read_before])
+@pytest.mark.parametrize("change", [show_as_row, scale_gradient, show_sum_before])
 def test_a_reduced_gradient_with_another_reader_is_not_carried(change):
-    graph = scheduled(entry(2).traced.graph, 1, across_iterations=False)
+    graph = schedule_carry(entry(2).traced.graph, 1, across_iterations=False)
     (node,) = [n for n in graph.nodes if node_loop(n)]
     loop: Any = node_loop(node)
     *_, start = [n for n in loop.body.nodes if is_reduce_collective(n)]
@@ -193,7 +193,7 @@ def test_the_cost_model_charges_a_carried_reduction(monkeypatch):
     traced = entry(2, vocab=20_000).traced.graph
     slow_link = _hardware.HARDWARE["cpu"]._replace(link_bandwidth=1e5)  # the step is hardly anything but messages
     monkeypatch.setitem(_hardware.HARDWARE, "cpu", slow_link)
-    carried, waited = [_clocks.estimate_seconds(scheduled(traced, 1, across_iterations=x)) for x in (True, False)]
+    carried, waited = [_clocks.estimate_seconds(schedule_carry(traced, 1, across_iterations=x)) for x in (True, False)]
     assert carried == pytest.approx(waited, rel=0.05)
 
 
@@ -205,7 +205,7 @@ def test_no_reduction_is_carried_without_reductions_in_flight():
 def test_schedules_that_carry_nothing_are_no_candidates():
     result = plan_of(entry(2, micro_batches=1), memory_budget=10**9)
     assert not any("across_iterations" in r.settings for r in result.rejected)
-    assert _candidates._carries_reductions(scheduled(entry(2).traced.graph, 1))
+    assert _candidates._carries_reductions(schedule_carry(entry(2).traced.graph, 1))
 
 
 def test_reductions_are_tried_in_flight_also_where_all_are_within_a_loop():

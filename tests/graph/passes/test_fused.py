@@ -20,7 +20,7 @@ from tests.memory import peak_bytes
 N = 64
 
 
-def stored(graph: Graph) -> list[str]:
+def list_stored(graph: Graph) -> list[str]:
     """List the values that a compiler stores: their operations."""
     graph = mark_fused(graph)
     fused = unstored_values(list(graph.nodes))
@@ -87,7 +87,7 @@ STORED = {
 @pytest.mark.parametrize("name", STORED)
 def test_temporaries_of_one_fused_loop_are_not_stored(name):
     make, expected = STORED[name]
-    assert sorted(stored(build(make))) == sorted(expected)
+    assert sorted(list_stored(build(make))) == sorted(expected)
 
 
 def test_results_are_stored_and_scalars_are_not_marked():

@@ -27,7 +27,7 @@ HALF = fzero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
 LAYERS, WIDTH = 4, 96
 
 
-def clipped(sizes: Sequence[int], joined: bool = True, beside: int = 0, scaled: bool = False) -> Graph:
+def make_clipped(sizes: Sequence[int], joined: bool = True, beside: int = 0, scaled: bool = False) -> Graph:
     """The update of a leaf of each size, by half-precision gradients that are reduced and scaled by their norm.
 
     And the tanh of `beside` more values, summed. With `scaled`, gradients are divided by a loss scale.
@@ -62,7 +62,7 @@ def wide_alive(graph: Graph, scaled: bool) -> int:
 @examples(10, 40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
 def test_recast_keeps_one_wide_copy_alive_at_a_time(sizes, scaled):
-    graph = clipped(sizes, scaled=scaled)
+    graph = make_clipped(sizes, scaled=scaled)
     assert wide_alive(schedule(graph), scaled) == len(sizes)
     result = schedule(recast(graph, 1))
     assert wide_alive(result, scaled) == 1
@@ -71,13 +71,13 @@ def test_recast_keeps_one_wide_copy_alive_at_a_time(sizes, scaled):
 
 
 def test_casts_that_wait_for_no_collective_are_not_repeated():
-    graph = recast(clipped([5, 5], joined=False), 1)
+    graph = recast(make_clipped([5, 5], joined=False), 1)
     assert not any(LATE in n.meta for n in graph.nodes)
 
 
 def test_recast_leaves_small_values_and_results_alone():
-    assert not any(LATE in n.meta for n in recast(clipped([5, 5]), 21).nodes)
-    assert sum(LATE in n.meta for n in recast(clipped([5, 6]), 21).nodes) == 1
+    assert not any(LATE in n.meta for n in recast(make_clipped([5, 5]), 21).nodes)
+    assert sum(LATE in n.meta for n in recast(make_clipped([5, 6]), 21).nodes) == 1
     b = Builder(2, [(4,)], [{}], False)
     wide = b.cast(b.cast(b.inputs[0], torch.bfloat16), torch.float32)
     out = b(aten.mul.Tensor, wide, b.all_reduce(b(aten.sum.default, wide)))
@@ -135,7 +135,7 @@ def train_step_of(loss_fn: Any, clip: bool, precision: fzero.Precision = HALF) -
 
 
 @functools.cache
-def planned(stage: Any, ranks: int, clip: bool, **options: Any) -> fzero.graph.Plan:
+def make_plan(stage: Any, ranks: int, clip: bool, **options: Any) -> fzero.graph.Plan:
     train_step, opt = train_step_of(loss, clip)
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=2))
     params, state = step.init(layers(), opt)
@@ -149,7 +149,7 @@ def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
     """The half-precision shards of all units wait for the norm; their copies in float32 do not."""
     numel = tree.numel(layers())
     waiting, unit = 2 * (numel - numel // LAYERS) / ranks, 4 * numel / LAYERS / ranks
-    without, clipped = planned(stage, ranks, False), planned(stage, ranks, True)
+    without, clipped = make_plan(stage, ranks, False), make_plan(stage, ranks, True)
     assert clipped.peak_bytes <= PEAK_TOLERANCE * (without.peak_bytes + waiting)
     if ranks >= 8:  # what waits is then less than what the backward pass holds
         assert clipped.peak_bytes <= PEAK_TOLERANCE * (without.peak_bytes + unit)
@@ -157,15 +157,15 @@ def test_a_clip_costs_one_unit_beside_the_gradients_that_wait(stage, ranks):
 
 @pytest.mark.slow
 def test_recast_is_kept_where_the_peak_is_smaller():
-    few, many = planned(2, 2, True), planned(2, 256, True)
+    few, many = make_plan(2, 2, True), make_plan(2, 256, True)
     assert few.settings["recast"] is True
-    assert few.peak_bytes < 0.95 * planned(2, 2, True, recast=False).peak_bytes
-    assert "recast" not in many.settings and many.peak_bytes == planned(2, 256, True, recast=False).peak_bytes
-    assert "recast" not in planned(2, 2, False).settings
+    assert few.peak_bytes < 0.95 * make_plan(2, 2, True, recast=False).peak_bytes
+    assert "recast" not in many.settings and many.peak_bytes == make_plan(2, 256, True, recast=False).peak_bytes
+    assert "recast" not in make_plan(2, 2, False).settings
 
 
 def test_recast_is_forced_by_its_option():
-    asked, free = planned(2, 16, True, recast=True), planned(2, 16, True)
+    asked, free = make_plan(2, 16, True, recast=True), make_plan(2, 16, True)
     assert asked.settings["recast"] is True and all("recast" in x.settings for x in asked.rejected)
     assert "recast" not in free.settings  # another is faster, and within 3%
 
@@ -173,7 +173,7 @@ def test_recast_is_forced_by_its_option():
 @pytest.mark.parametrize("beside,tried", [(1, True), (200_000, False)])
 def test_recast_is_a_candidate_where_it_lowers_the_peak(beside, tried):
     """It is none if the peak is that of another value."""
-    result = candidates(clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
+    result = candidates(make_clipped([9000, 9000, 9000], beside=beside), PassContext(), ScheduleOptions())
     assert {c.pass_settings.recast for c in result} == ({False, True} if tried else {False})
 
 

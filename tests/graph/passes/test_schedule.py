@@ -40,7 +40,7 @@ def test_gathers_start_ahead_only_where_memory_is_free(chain, prefetch, in_fligh
     limit = part * peak_bytes(lean)
     fitting = schedule(graph, prefetch, in_flight, limit)
     assert peak_bytes(fitting) <= max(limit, peak_bytes(lean))
-    counts = [started_ahead(g) for g in (lean, fitting, eager)]
+    counts = [count_started_ahead(g) for g in (lean, fitting, eager)]
     assert counts == sorted(counts)
     if limit < min(live_bytes(live_ranges(lean), len(lean.nodes))):
         assert list(map(str, fitting.nodes)) == list(map(str, lean.nodes))
@@ -48,7 +48,7 @@ def test_gathers_start_ahead_only_where_memory_is_free(chain, prefetch, in_fligh
         assert list(map(str, fitting.nodes)) == list(map(str, eager.nodes))
 
 
-def started_ahead(graph: Graph) -> int:
+def count_started_ahead(graph: Graph) -> int:
     """Count the gathers that start while another has yet to be waited for."""
     flying = ahead = 0
     for n in graph.nodes:
@@ -65,7 +65,7 @@ def test_the_next_gather_starts_where_few_bytes_are_alive():
     lean, eager = schedule(graph), schedule(graph, 1)
     fitting = schedule(graph, 1, 0, peak_bytes(lean))
     assert peak_bytes(fitting) == peak_bytes(lean) < peak_bytes(eager)
-    assert started_ahead(lean) == 0 < started_ahead(fitting) < started_ahead(eager)
+    assert count_started_ahead(lean) == 0 < count_started_ahead(fitting) < count_started_ahead(eager)
     orders = [_collective_order_digest(x) for x in (lean, eager, schedule(graph, 1))]
     assert orders[0] != orders[1] == orders[2]  # ranks do not take one for the other
     for extra in range(0, 1000, either(50, 10)):  # several ahead share the room

@@ -21,7 +21,7 @@ def storages(draw: st.DrawFn, operations: int = 8) -> list[tuple[int, int, int]]
     return [(*sorted(draw(ends)), draw(SIZES)) for _ in range(draw(st.integers(0, 20)))]
 
 
-def rounded(size: int) -> int:
+def round_up(size: int) -> int:
     return -(-size // 512) * 512
 
 
@@ -30,8 +30,8 @@ def rounded(size: int) -> int:
 @example([], [], True)
 def test_reserved_bytes_hold_all_blocks_and_blocks_hold_all_storages(kept, ranges, expandable):
     peaks = simulate_allocator(kept, ranges, expandable_segments=expandable)
-    live = live_bytes([Range(start, stop, rounded(size), "", "") for start, stop, size in ranges], 9)
-    least = sum(map(rounded, kept)) + max(live)
+    live = live_bytes([Range(start, stop, round_up(size), "", "") for start, stop, size in ranges], 9)
+    least = sum(map(round_up, kept)) + max(live)
     assert peaks.reserved_bytes >= peaks.allocated_bytes >= least
     if expandable:
         assert peaks.allocated_bytes == least  # a block is never larger than its storage, rounded
@@ -45,7 +45,7 @@ def test_blocks_cover_their_segment_and_no_two_free_ones_touch(actions, small, e
         if choice % 2 and held:
             pool.release(held.pop(choice % len(held)))
         else:
-            held.append(pool.allocate(max(rounded(min(size, MB) if small else size + MB), 512)))
+            held.append(pool.allocate(max(round_up(min(size, MB) if small else size + MB), 512)))
         check_segments(pool, held)
     while held:
         pool.release(held.pop())
@@ -106,7 +106,7 @@ def test_a_plan_of_a_gpu_tells_what_the_allocator_takes():
     x = torch.zeros(3000, 1024, device="meta")
     plan = fzero.plan(lambda x: x @ x.T, x, hardware="cuda")
     assert plan.device_type == "cuda"
-    product = rounded(3000 * 3000 * 4)
+    product = round_up(3000 * 3000 * 4)
     expected = 3000 * 1024 * 4 + product + plan.workspace_bytes
     assert plan.allocator_peaks(expandable_segments=True).allocated_bytes == expected
     assert "caching allocator reserves 8" in str(plan)

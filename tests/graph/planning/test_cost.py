@@ -30,7 +30,7 @@ DEVICE = Hardware(
 )
 
 
-def traced(f: Any) -> Graph:
+def trace_node(f: Any) -> Graph:
     graph = make_fx(f, tracing_mode="fake")(X).graph
     next(iter(graph.nodes)).meta["space"] = "device"
     return graph
@@ -48,8 +48,8 @@ def test_host_and_device_overlap_if_the_devices_work_is_issued_first():
         return fzero.collectives.to_device(below * 2, "cpu") + z
 
     # 2 down, 6 on the host, 7 up, then three of the device
-    assert estimate_seconds(traced(down_up), hardware=DEVICE) == 10
-    assert estimate_seconds(traced(filled), hardware=DEVICE) == 8
+    assert estimate_seconds(trace_node(down_up), hardware=DEVICE) == 10
+    assert estimate_seconds(trace_node(filled), hardware=DEVICE) == 8
 
 
 def test_the_cost_model_counts_work_on_the_host():
@@ -58,14 +58,16 @@ def test_the_cost_model_counts_work_on_the_host():
         first, second = below * 2, below * 3
         return first, second, x.sin()
 
-    assert estimate_seconds(traced(f), hardware=DEVICE) == 1 + 4 + 4
+    assert estimate_seconds(trace_node(f), hardware=DEVICE) == 1 + 4 + 4
 
 
 def test_a_cpu_device_shares_the_hosts_clock():
     # operations, of which two are copies
-    assert estimate_seconds(traced(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch_seconds)
+    assert estimate_seconds(trace_node(down_up)) == pytest.approx(7 * HARDWARE["cpu"].launch_seconds)
     apart = DEVICE._replace(host_memory_bandwidth=0, host_link_bandwidth=0)
-    assert estimate_seconds(traced(down_up), hardware=apart) == 4  # without those of the host, and without the copies
+    assert (
+        estimate_seconds(trace_node(down_up), hardware=apart) == 4
+    )  # without those of the host, and without the copies
 
 
 def check_timeline(actual: list[Interval], seconds: float) -> None:
@@ -101,7 +103,7 @@ def test_a_timeline_has_the_seconds_of_the_step_and_the_bound_of_each_operation(
 
 
 def test_a_timeline_has_intervals_of_host_and_copies():
-    result = timeline(traced(down_up), hardware=DEVICE)
+    result = timeline(trace_node(down_up), hardware=DEVICE)
     check_timeline(result, 10)
     assert [(x.stream, x.start, x.seconds, x.name, x.limit) for x in result] == [
         ("compute", 0, 1, "sin", "launches"),
@@ -127,7 +129,7 @@ speeds = st.floats(1, 1e3)
 @examples(20, 100)
 @given(host=speeds, link=speeds, slower=st.floats(0.1, 1))
 def test_a_slower_host_or_link_makes_no_step_faster(host, link, slower):
-    graph = traced(down_up)
+    graph = trace_node(down_up)
 
     def takes(host: float, link: float) -> float:
         return estimate_seconds(graph, hardware=DEVICE._replace(host_memory_bandwidth=host, host_link_bandwidth=link))

@@ -39,7 +39,7 @@ OPTIMIZERS = {
 by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-def normalised(late: bool) -> Segment | None:
+def make_layer_norm(late: bool) -> Segment | None:
     """Make a segment of a layer norm, one of whose results the schedule took out early or late."""
     graph, x = Graph(), torch.ones(3, 4)
     values = torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)
@@ -60,7 +60,7 @@ def normalised(late: bool) -> Segment | None:
 
 
 def test_blocks_that_differ_in_where_a_result_is_taken_out_are_compiled_once():
-    early, late = normalised(False), normalised(True)
+    early, late = make_layer_norm(False), make_layer_norm(True)
     assert early and late and early.key == late.key
     items = early.graph.find_nodes(op="call_function", target=operator.getitem)
     assert [n.args[1] for n in items] == [0, 2]

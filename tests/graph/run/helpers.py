@@ -48,14 +48,14 @@ def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def by_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def attend_by_products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     scores = (x @ w) @ x.transpose(1, 2) + torch.arange(x.shape[1]).to(x.dtype)
     return scores.softmax(-1).reshape(x.shape[0], -1).reshape(x.shape[0], x.shape[1], -1) @ x
 
 
 STEPS = {
     "attention": attention,
-    "attention by products": by_products,
+    "attention by products": attend_by_products,
     "shifted": lambda x, w: F.pad(x[:, 1:], (0, 0, 0, 1), value=-1.0) + x[:, :1],
     "means": lambda x, w: x - x.mean(1, keepdim=True) * x.shape[1],
     "tokens in one row": lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape),

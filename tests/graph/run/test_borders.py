@@ -26,7 +26,7 @@ B, H, T, D = 2, 2, 6, 4  # what values begin as: samples, heads, tokens, feature
 Step = Callable[[Value, Value], Value]  # of a value and a parameter [D, D], to a value of as many elements
 
 
-def attended(x: Value, w: Value, **options: Any) -> Value:
+def attend_by_heads(x: Value, w: Value, **options: Any) -> Value:
     """Attend as models do: projections, each seen as heads, and heads seen as features again."""
     y = x.reshape(B, T, H * D)
     q, k, v = [(y @ a).view(B, T, H, D).transpose(1, 2) for a in (_wide(w), _wide(w.t()), _wide(w + 1))]
@@ -37,7 +37,7 @@ def _wide(w: Value) -> Value:
     return torch.cat([torch.cat([w, -w], 1), torch.cat([w, w], 1)]) / 4
 
 
-def by_products(x: Value, w: Value) -> Value:
+def attend_by_products(x: Value, w: Value) -> Value:
     """Attend by products and a softmax, as `attn_implementation="eager"` does."""
     y = (x.reshape(B, H, T, D) @ w).transpose(2, 3)
     return (y.transpose(2, 3) @ y).softmax(-1) @ y.transpose(2, 3)
@@ -55,10 +55,10 @@ def backward(f: Step) -> Step:
 
 
 STEPS: dict[str, Step] = {
-    "attention": attended,
-    "causal attention": lambda x, w: attended(x, w, is_causal=True),
-    "masked attention": lambda x, w: attended(x, w, attn_mask=torch.ones(T, T, dtype=torch.bool).tril()),
-    "attention by products": by_products,
+    "attention": attend_by_heads,
+    "causal attention": lambda x, w: attend_by_heads(x, w, is_causal=True),
+    "masked attention": lambda x, w: attend_by_heads(x, w, attn_mask=torch.ones(T, T, dtype=torch.bool).tril()),
+    "attention by products": attend_by_products,
     "attention over ranks": over_ranks,
     "product": lambda x, w: x.reshape(-1, D) @ w,
     "product of transposes": lambda x, w: (w @ x.reshape(B, -1, D).transpose(1, 2)).transpose(1, 2),
@@ -138,7 +138,7 @@ class Watched:
             self.seen += 1
 
 
-def compiled_as(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch) -> tuple[Executable, Watched]:
+def compile_at(graph: Graph, places: frozenset[int], patch: pytest.MonkeyPatch) -> tuple[Executable, Watched]:
     """Compile a graph that is cut before some operations, with a watch at each border."""
     watched = Watched()
     patch.setattr(_program, "split_into_subgraphs", cut_at(places))
@@ -163,7 +163,7 @@ def test_segments_cut_anywhere_equal_the_operations_one_by_one(names, places):
     args = [torch.randn(s, generator=g, dtype=DTYPE) for s in ((B, T, H, D), (D, D))]
     with pytest.MonkeyPatch.context() as patch, _torch.quiet_vmap_fallback():
         graph = trace_graph(made_of(names), args)
-        runs, watched = compiled_as(graph, places, patch)
+        runs, watched = compile_at(graph, places, patch)
         got, expected = runs([*args]), make_operations_executable(graph)([*args])
     assert watched.seen >= len(got) and not runs.uncompiled
     for x, y in zip(got, expected, strict=True):
@@ -173,7 +173,7 @@ def test_segments_cut_anywhere_equal_the_operations_one_by_one(names, places):
 # The case that users met.
 
 
-def projected(width: int, heads: int) -> Any:
+def project_heads(width: int, heads: int) -> Any:
     def attend(p: Any, x: Value) -> Value:
         q, k, v = [(x @ p[name]).view(*x.shape[:2], heads, -1).transpose(1, 2) for name in "qkv"]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape) @ p["o"]
@@ -192,7 +192,7 @@ def projected(width: int, heads: int) -> Any:
 @pytest.mark.slow  # the models of tests/models/test_compiled.py are such
 @pytest.mark.parametrize("ranks, stage", [(1, 3), (2, 0)])
 def test_separate_projections_and_causal_attention_train_compiled(ranks, stage):
-    loss_fn, params = projected(64, 2)
+    loss_fn, params = project_heads(64, 2)
     opt = optim.sgd(1e-2)
     mesh = fzero.mesh(dp=ranks)
     step = fzero.shard(train_step_for(loss_fn, opt), stage, mesh)

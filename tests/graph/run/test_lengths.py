@@ -75,7 +75,7 @@ def test_a_call_whose_shapes_differ_in_one_size_has_a_length():
     assert cache.call_length(shapes((4, 80), (4, 80), (7,))) == 80
 
 
-def uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
+def run_uncompiled(gm: GraphModule, arguments: Any, forms: Any, length: int) -> Any:
     """Run the operations, in Inductor's place, with their numbers at the length that is given."""
 
     def run(args: list[Any]) -> list[Any]:
@@ -124,7 +124,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
     def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
-        return uncompiled(*args)
+        return run_uncompiled(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_template, "inductor_for_lengths", counted)
@@ -139,7 +139,7 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
 
 
 def test_compiled_code_runs_only_for_lengths_that_its_guards_allow(monkeypatch):
-    monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (uncompiled(*args)[0], lambda n: n == 9))
+    monkeypatch.setattr(_template, "inductor_for_lengths", lambda *args: (run_uncompiled(*args)[0], lambda n: n == 9))
     cache, results = Lengths(), []
     for length in (7, 9, 11, 9):
         code, args = code_at(["attention"], length)
@@ -148,7 +148,7 @@ def test_compiled_code_runs_only_for_lengths_that_its_guards_allow(monkeypatch):
 
 
 def test_a_step_that_branches_on_the_length_is_compiled_for_each(monkeypatch):
-    monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(_template, "inductor_for_lengths", run_uncompiled)
     STEPS["branching"] = lambda x, w: x * 2 if x.shape[1] < 20 else x * 3
     try:
         cache, results = Lengths(), []
@@ -229,7 +229,7 @@ def test_after_the_second_length_nothing_is_compiled(monkeypatch):
 @needs_symbols
 def test_two_planned_lengths_are_compiled_for_all_at_once(monkeypatch):
     in_inductors_place(monkeypatch, interpret)
-    monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
+    monkeypatch.setattr(_template, "inductor_for_lengths", run_uncompiled)
     opt = optim.adamw(1e-2)
     step = fzero.shard(train_step_for(tokens_loss, opt), 3, fzero.mesh(dp=2))
     run, state = fzero.jit(step), step.init(tokens_params(), opt)
@@ -249,7 +249,7 @@ def test_dynamic_false_compiles_for_each_length(monkeypatch):
     in_inductors_place(monkeypatch, interpret)
     counted = Counted(monkeypatch)
     for dynamic, many in ((False, 0), (True, 1)):
-        monkeypatch.setattr(_template, "inductor_for_lengths", uncompiled)
+        monkeypatch.setattr(_template, "inductor_for_lengths", run_uncompiled)
         counted = Counted(monkeypatch)
         train("inductor", (12, 16, 20), dynamic=dynamic)
         assert min(counted.all, 1) == many

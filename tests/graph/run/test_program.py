@@ -11,7 +11,18 @@ from fzero.graph.run import _backends
 from fzero.graph.run._backends import lower
 from fzero.graph.run._program import Program, _SingleOperation, make_program
 from fzero.graph.run._segment import Segment
-from tests.graph.graphs import World, bits, build, build_chain, chains, in_world, run, samples, skip_compiler, specs
+from tests.graph.graphs import (
+    World,
+    bits,
+    build,
+    build_chain,
+    chains,
+    copy_to_world,
+    run,
+    samples,
+    skip_compiler,
+    specs,
+)
 from tests.graph.passes.helpers import apply_passes, settings_of_passes
 from tests.helpers import examples
 
@@ -35,7 +46,7 @@ def test_executors_compute_the_results_of_the_graph(make, how, late):
     with pytest.MonkeyPatch.context() as patch:
         skip_compiler(patch)
         patch.setattr(_backends, "make_program", lambda g: in_a_world(make_program(g), World(sample.n, late)))
-        for backend, g in (("fx", in_world(graph, World(sample.n, late))), ("inductor", graph)):
+        for backend, g in (("fx", copy_to_world(graph, World(sample.n, late))), ("inductor", graph)):
             given_args = sample.args()
             box = list(given_args)
             out = lower(g, backend)(box)

@@ -63,7 +63,7 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def gone() -> torch.Tensor:
+def is_gone() -> torch.Tensor:
     x = torch.ones(3)
     fzero.jit(lambda x: x + 1, donate=0, backend="fx")(x)
     return x
@@ -71,7 +71,7 @@ def gone() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", USES)
 def test_every_use_of_a_donated_tensor_raises(name):
-    x = gone()
+    x = is_gone()
     with pytest.raises(
         fzero.errors.DonatedError, match=r"^argument 0 was donated to jit\(<lambda>\): its memory holds"
     ):
@@ -80,18 +80,18 @@ def test_every_use_of_a_donated_tensor_raises(name):
 
 def test_a_compiled_function_of_a_donated_tensor_raises():
     with pytest.raises(Exception, match="DonatedError: argument 0 was donated"):  # Dynamo's, which tells of ours
-        torch.compile(lambda x: x.sum(), backend="eager")(gone())
+        torch.compile(lambda x: x.sum(), backend="eager")(is_gone())
 
 
 def test_uses_of_a_donated_tensor_that_cannot_raise_see_no_elements():
-    x = gone()
+    x = is_gone()
     assert torch.func.grad(lambda x: x.sum())(x).shape == (0,)
     with pytest.warns(UserWarning, match="copy construct"):
         assert torch.tensor(x).shape == (0,)
 
 
 def test_a_donated_tree_can_be_printed_and_kept():
-    x = gone()
+    x = is_gone()
     assert repr({"w": x}) == str({"w": x}) == "{'w': <argument 0 was donated to jit(<lambda>)>}"
     assert isinstance(x, torch.Tensor) and x in [x] and {x: 1}[x] == 1
 

@@ -18,7 +18,7 @@ def of_silu(x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.func.grad(lambda x: F.silu(x).square().sum())(x)]
 
 
-def read_between(x: torch.Tensor) -> list[torch.Tensor]:
+def read_between_writes(x: torch.Tensor) -> list[torch.Tensor]:
     y = x * 2
     before = y + 1
     again = y.add_(1, alpha=3)
@@ -66,7 +66,7 @@ def of_other_places(x: torch.Tensor) -> list[torch.Tensor]:
     return [y]
 
 
-SIMPLE = [of_silu, read_between, of_itself]
+SIMPLE = [of_silu, read_between_writes, of_itself]
 OTHERS = [through_a_view, into_a_view, of_another_dtype, into_an_item, of_other_places]
 
 
@@ -101,6 +101,6 @@ def test_a_jitted_function_that_writes_in_place_equals_the_eager_one(f):
 
 
 def test_stand_ins_of_replaced_writes_have_memory_of_their_own():
-    gm, _ = in_place(read_between)
+    gm, _ = in_place(read_between_writes)
     memory = [_torch.storage_id(n.meta["val"]) for n in gm.graph.nodes if n.op == "call_function"]
     assert len({*memory}) == len(memory)

@@ -187,7 +187,7 @@ def linears() -> list[torch.nn.Module]:
     return [torch.nn.Linear(3, 3) for _ in range(3)]
 
 
-def in_turn(model: Stack, x: Any) -> Any:
+def run_all(model: Stack, x: Any) -> Any:
     for layer in model.layers:
         x = layer(x)
     return x
@@ -195,7 +195,7 @@ def in_turn(model: Stack, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "way,blocks",
-    [(in_tuples, None), (in_tuples, [Pair(torch.ones(1)) for _ in range(3)]), (of_one, None), (in_turn, linears())],
+    [(in_tuples, None), (in_tuples, [Pair(torch.ones(1)) for _ in range(3)]), (of_one, None), (run_all, linears())],
 )
 def test_blocks_may_return_tuples_and_batches_be_tensors(way, blocks):
     model, x = Stack(way, blocks), torch.randn(3, 3)
@@ -218,7 +218,7 @@ def test_buffers_and_attributes_of_blocks_may_differ():
         def forward(self, x: Any) -> Any:
             return self.linear(x) * self.scale**self.power + self.shift
 
-    model, x = Stack(in_turn, [Scaled(i) for i in range(3)]), torch.randn(3, 3)
+    model, x = Stack(run_all, [Scaled(i) for i in range(3)]), torch.randn(3, 3)
     made, params = split_module(model)
     assert run(made, params, x).equal(model(x))
     assert made.block_constants[0]["shift"] is made.block_constants[2]["shift"]
@@ -243,7 +243,7 @@ def test_blocks_of_one_kind_have_their_own_buffers_and_share_constants():
         def forward(self, x: Any) -> Any:
             return self.linear(x) * self.scale * factor
 
-    made, params = split_module(Stack(in_turn, [Scaled(i) for i in range(3)]))
+    made, params = split_module(Stack(run_all, [Scaled(i) for i in range(3)]))
     x, p = torch.randn(3, 3), params["blocks"][0]
     inputs = made.block_arguments(x)
     index = DynamicIndex((2, 0, 1), torch.tensor(0))
@@ -260,7 +260,7 @@ def backwards(model: Stack, x: Any) -> Any:
 
 
 def twice(model: Stack, x: Any) -> Any:
-    return in_turn(model, in_turn(model, x))
+    return run_all(model, run_all(model, x))
 
 
 def with_a_skip(model: Stack, x: Any) -> Any:
@@ -286,7 +286,7 @@ def with_an_object(model: Stack, x: Any) -> Any:
     return x
 
 
-def in_pairs(model: Stack, x: Any) -> Any:
+def run_in_pairs(model: Stack, x: Any) -> Any:
     for layer in model.layers:
         x, _ = layer(x)
     return x
@@ -319,15 +319,15 @@ def test_a_block_that_returns_two_tensors_is_refused():
     with pytest.raises(ValueError, match=r"block 'layers.0' returns \['Tensor', 'Tensor'\]: expected one tensor"):
         run(made, params, torch.ones(1, 3))
     with pytest.raises(ValueError, match=r"between 'layers.0' and 'layers.1' the module changes"):
-        run(*split_module(Stack(in_pairs)), torch.ones(2, 3))
+        run(*split_module(Stack(run_in_pairs)), torch.ones(2, 3))
 
 
 def test_statistics_that_a_block_writes_are_refused():
     blocks = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
-    made, params = split_module(Stack(in_turn, blocks))
+    made, params = split_module(Stack(run_all, blocks))
     with pytest.raises(RuntimeError, match=r"wrote buffer '1.num_batches_tracked' in place"):
         run(made, params, torch.ones(2, 3))
-    made, params = split_module(Stack(in_turn, blocks).eval())
+    made, params = split_module(Stack(run_all, blocks).eval())
     assert run(made, params, torch.ones(2, 3)).shape == (2, 3)
 
 
@@ -351,13 +351,19 @@ def tied() -> list[torch.nn.Module]:
     "module,words",
     [
         (torch.nn.Linear(2, 2), "Linear has no repeated blocks: expected a ModuleList or Sequential of at least two"),
-        (Stack(in_turn, [torch.nn.Linear(3, 3), torch.nn.Bilinear(3, 3, 3)]), "has no repeated blocks"),
-        (Stack(in_turn, linears()[:1]), "has no repeated blocks"),
-        (Stack(in_turn, different()), "'layers.0' and 'layers.1' differ in 'bias': .* and missing"),
-        (Stack(in_turn, [torch.nn.Linear(3, n) for n in (3, 4)]), r"differ in 'weight': \(\(3, 3\), torch.float32\)"),
-        (Stack(in_turn, frozen()), r"'layers.1.weight' is frozen \(requires_grad=False\)"),
-        (Stack(in_turn, tied()), "'layers.0.weight' is 'layers.2.weight' too"),
-        (torch.nn.Sequential(Stack(in_turn, linears()), Stack(in_turn)), "2 lists of blocks: '0.layers' with 3, '1.l"),
+        (Stack(run_all, [torch.nn.Linear(3, 3), torch.nn.Bilinear(3, 3, 3)]), "has no repeated blocks"),
+        (Stack(run_all, linears()[:1]), "has no repeated blocks"),
+        (Stack(run_all, different()), "'layers.0' and 'layers.1' differ in 'bias': .* and missing"),
+        (
+            Stack(run_all, [torch.nn.Linear(3, n) for n in (3, 4)]),
+            r"differ in 'weight': \(\(3, 3\), torch.float32\)",
+        ),
+        (Stack(run_all, frozen()), r"'layers.1.weight' is frozen \(requires_grad=False\)"),
+        (Stack(run_all, tied()), "'layers.0.weight' is 'layers.2.weight' too"),
+        (
+            torch.nn.Sequential(Stack(run_all, linears()), Stack(run_all)),
+            "2 lists of blocks: '0.layers' with 3, '1.l",
+        ),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused_by_name(module, words):
@@ -372,7 +378,7 @@ def test_the_list_of_blocks_of_a_split_module_may_be_chosen():
     module = torch.nn.Sequential(torch.nn.Sequential(*linears()), torch.nn.Sequential(*linears()[:2]))
     with pytest.raises(ValueError, match="blocks='2': Sequential has no such list of blocks; it has '' with 2"):
         split_module(module, "2")
-    model = torch.nn.ModuleDict({"a": Stack(in_turn, linears()), "b": Stack(in_turn, linears())})
+    model = torch.nn.ModuleDict({"a": Stack(run_all, linears()), "b": Stack(run_all, linears())})
     assert split_module(model, "b.layers").split.names == ("b.layers.0", "b.layers.1", "b.layers.2")
 
 
@@ -395,7 +401,7 @@ def test_models_that_no_pipeline_runs_are_refused_by_name():
 
 
 def test_ranks_in_lockstep_run_copies_of_a_split_module():
-    model = Stack(in_turn, linears())
+    model = Stack(run_all, linears())
     made, params = split_module(model)
     mesh = fzero.mesh(dp=3, simulate="lockstep")
     x = torch.randn(3, 3)

@@ -18,7 +18,7 @@ PARAMS = {
 X = torch.arange(40.0).view(8, 5) / 40
 
 
-def named(*names: str) -> Any:
+def mask_of_names(*names: str) -> Any:
     return lambda params: tree.map_with_path(lambda path, _: path in names, params)
 
 
@@ -33,7 +33,7 @@ KINDS: dict[str, Any] = {
 
 def groups_of(kind: str) -> tuple[Any, Any]:
     """The groups with one state, and as a chain with a state for each."""
-    groups = [(KINDS[kind](0.1), named("w")), (KINDS[kind](0.01), named("b", "head.v"))]
+    groups = [(KINDS[kind](0.1), mask_of_names("w")), (KINDS[kind](0.01), mask_of_names("b", "head.v"))]
     return optim.by_group(*groups), optim.chain(*[optim.masked(*group) for group in groups])
 
 
@@ -89,12 +89,12 @@ def test_by_group_refuses_optimizers_whose_states_cannot_be_shared():
     with pytest.raises(TypeError, match=r"expected pairs \(opt, mask\)"):
         optim.by_group(optim.sgd(0.1))  # pyright: ignore[reportArgumentType]
     for masks, text in (
-        ([named("w"), named("b")], r"leaf 'head.v' is in the groups \[\]"),
-        ([named("w", "b"), named("b", "head.v")], r"leaf 'b' is in the groups \[0, 1\]"),
+        ([mask_of_names("w"), mask_of_names("b")], r"leaf 'head.v' is in the groups \[\]"),
+        ([mask_of_names("w", "b"), mask_of_names("b", "head.v")], r"leaf 'b' is in the groups \[0, 1\]"),
     ):
         with pytest.raises(ValueError, match=text):
             optim.by_group(*[(optim.sgd(0.1), mask) for mask in masks]).init(PARAMS)
-    both = named("w"), named("b", "head.v")
+    both = mask_of_names("w"), mask_of_names("b", "head.v")
     with pytest.raises(ValueError, match=r"group 1 is not like the state of group 0.*optim\.chain"):
         optim.by_group((optim.adamw(0.1), both[0]), (optim.sgd(0.1), both[1])).init(PARAMS)
     with pytest.raises(ValueError, match="neither a count nor like the parameters"):

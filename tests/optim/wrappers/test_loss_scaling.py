@@ -10,7 +10,7 @@ from fzero import optim, tree
 from fzero._notice import warn_once
 from fzero.testing import assert_trees_close, trees, world_sizes
 from tests.helpers import ALL_STAGES, cases, examples
-from tests.precision_steps import step_of, train, unsharded, wide_norm
+from tests.precision_steps import step_of, train, train_unsharded, wide_norm
 
 WAYS = [(1, 2, 0, "nan"), (4, 1, 1, "inf"), (4, 1, 3, "nan"), (3, 3, 2, "nan"), (3, 3, 3, "inf")]
 
@@ -56,7 +56,7 @@ def test_a_loss_scale_changes_no_result(stage):
         train_step = step_of(opt, scaled=True, reduce="sum", precision=precision)
         params, batches = {"w": torch.ones(5, 3), "v": torch.ones(4)}, [torch.ones(4), -torch.ones(4)]
         results.append(train(train_step, opt, params, batches, stage, fzero.mesh(dp=2)))
-        assert_trees_close(results[-1][0], unsharded(train_step, opt, params, batches)[0], rtol=0.0)
+        assert_trees_close(results[-1][0], train_unsharded(train_step, opt, params, batches)[0], rtol=0.0)
     assert_trees_close(results[0][0], results[1][0], rtol=0.0)
 
 

@@ -144,7 +144,7 @@ def test_offload_with_tensor_parallelism_trains_bit_for_bit(stage, update):
     def run(wrap: Any) -> Any:
         optimizer = wrap(optim.adamw(1e-2))
         step = fzero.shard(
-            lambda p, s, b: _stepped(optimizer, p, s),
+            lambda p, s, b: _run_step(optimizer, p, s),
             stage=stage,
             mesh=fzero.mesh(dp=2, tp=2),
             axis="dp",
@@ -159,7 +159,7 @@ def test_offload_with_tensor_parallelism_trains_bit_for_bit(stage, update):
     assert same_bits(run(offloading(0.4, update)), run(plain))
 
 
-def _stepped(optimizer: Any, params: Any, state: Any) -> Any:
+def _run_step(optimizer: Any, params: Any, state: Any) -> Any:
     def loss(p: Any, _: Any) -> torch.Tensor:
         return torch.stack([torch.sin(x).sum() for x in tree.tensors(p)]).sum()
 

@@ -20,7 +20,7 @@ from tests.optim.helpers import (
     matrices,
     normal,
     params_of,
-    partitioned,
+    partition_simulated,
     poison,
     train,
     train_with_torch,
@@ -44,7 +44,7 @@ def norms_by_hand(params: Any) -> Any:
 def gathered_norms(params: Any, n: int, units: Any) -> Any:
     """The norms of a cut tree's leaves, one a leaf again; every element of a leaf must have the same."""
     program = fzero.mesh(dp=n).spmd(lambda t: fzero.gather(optim.leaf_norms(t)))
-    norms = program(partitioned(params, n, units))
+    norms = program(partition_simulated(params, n, units))
     assert all(x.numel() == 0 or (x == x.flatten()[0]).all() for x in tree.tensors(norms))
     return tree.map(lambda x, p: x.flatten()[0] if x.numel() else torch.zeros((), dtype=p.dtype), norms, params)
 
@@ -62,7 +62,7 @@ def test_leaf_norms_are_the_same_on_shards(params, n, rule, tie):
 @pytest.mark.parametrize("value", [1e6, math.inf, math.nan])
 @pytest.mark.parametrize("n", SIZES)
 def test_padding_never_counts_in_leaf_norms(n, value):
-    boxes = poison(partitioned(params_of(), n), value)
+    boxes = poison(partition_simulated(params_of(), n), value)
     norms = fzero.mesh(dp=n).spmd(lambda t: fzero.gather(optim.leaf_norms(t)))(boxes)
     expected = tree.map(lambda x, p: x.expand(p.shape), norms_by_hand(params_of()), params_of())
     assert_trees_close(norms, expected, 1e-14)
@@ -317,17 +317,17 @@ def test_an_optimizer_without_decay_needs_no_parameters():
 # Hyperparameters in the state.
 
 
-def clipped(learning_rate: Any, max_norm: Any, b1: Any = 0.9, weight_decay: Any = 0.0) -> optim.Optimizer:
+def make_clipped(learning_rate: Any, max_norm: Any, b1: Any = 0.9, weight_decay: Any = 0.0) -> optim.Optimizer:
     return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(learning_rate, b1, weight_decay=weight_decay))
 
 
 @pytest.mark.parametrize("stage", cases((3,), ALL_STAGES))
 def test_a_jitted_step_takes_new_hyperparameters_without_another_trace(stage):
-    opt, mesh = optim.inject_hyperparams(clipped)(0.1, 1.0), fzero.mesh(dp=2)
+    opt, mesh = optim.inject_hyperparams(make_clipped)(0.1, 1.0), fzero.mesh(dp=2)
     step = fzero.shard(train_step_for(loss_of, opt), stage, mesh)
     jitted = fzero.jit(step, backend="fx", **LEAST)
     params, state = jitted.init(params_of(), opt)
-    plain, plain_state = params_of(), clipped(0.1, 1.0).init(params_of())
+    plain, plain_state = params_of(), make_clipped(0.1, 1.0).init(params_of())
     changes = [{}, {"learning_rate": 0.01, "max_norm": 0.05}, {"b1": 0.5, "weight_decay": 0.3}]
     values = {"learning_rate": 0.1, "max_norm": 1.0}
     for batch, change in zip(batches_of(3), changes, strict=True):
@@ -337,7 +337,7 @@ def test_a_jitted_step_takes_new_hyperparameters_without_another_trace(stage):
         params, state, _ = jitted(params, state, mesh.split(batch))
         # the same with numbers, made anew
         _, grads = fzero.value_and_grad(loss_of)(plain, batch)
-        updates, plain_state = clipped(**values).update(grads, plain_state, plain)
+        updates, plain_state = make_clipped(**values).update(grads, plain_state, plain)
         plain = optim.apply_updates(plain, updates)
     assert jitted.traces == 1
     assert_trees_close(step.gather(params), plain, 1e-12)

@@ -15,7 +15,7 @@ VOCABULARY, WIDTH, HEADS = 13, 12, 4
 OPT = optim.adamw(1e-2)
 
 
-def defined(
+def attend_by_definition(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

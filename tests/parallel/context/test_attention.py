@@ -12,7 +12,7 @@ import fzero
 from fzero import collectives, random
 from fzero.parallel import context
 from tests.helpers import examples
-from tests.parallel.context.model import defined
+from tests.parallel.context.model import attend_by_definition
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -88,7 +88,7 @@ def test_attention_across_ranks_is_attention_of_the_sequence(
         (to_sinks, *grads), y = loss_for(partial(context.attention, method=method), documents)(sinks, *values)
         return to_sinks, [*grads, y]
 
-    (to_sinks, *grads), y = loss_for(defined, documents)(sinks, *values)
+    (to_sinks, *grads), y = loss_for(attend_by_definition, documents)(sinks, *values)
     own, actual = on_ranks(mesh, gradients, values, documents)
     assert_near(actual, parts(mesh, [*grads, y]))
     assert_near([own.sum(0)], [to_sinks])  # a rank has the gradient of its queries' sinks, or of its heads'
@@ -136,7 +136,7 @@ def test_second_derivatives_of_attention_equal_those_of_whole_sequences(
         return derivatives(partial(context.attention, method="ring"), documents)(*values)
 
     mesh = fzero.mesh(cp=n, simulate=simulate)
-    of_sinks, whole = derivatives(partial(defined, window=None), documents)(*values)
+    of_sinks, whole = derivatives(partial(attend_by_definition, window=None), documents)(*values)
     own, actual = on_ranks(mesh, across, values, documents)
     assert_near(actual, parts(mesh, whole))
     assert_near([x.sum(0) for x in own], of_sinks)
@@ -145,7 +145,7 @@ def test_second_derivatives_of_attention_equal_those_of_whole_sequences(
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_half_precision_is_as_exact_as_torchs_own(method):
     values = values_of(0, 4, 2, 32, dtype=torch.bfloat16)
-    exact = defined(*(x.double() for x in values[:3]), causal=True, window=None, documents=None)
+    exact = attend_by_definition(*(x.double() for x in values[:3]), causal=True, window=None, documents=None)
     mesh = fzero.mesh(cp=4)
 
     def f(documents: Any, q: Any, k: Any, v: Any, w: Any) -> Any:
@@ -203,7 +203,7 @@ def test_a_key_drops_the_same_weights_on_any_number_of_ranks(n, simulate, causal
     options: Any = {"causal": causal, "window": None, "documents": documents}
 
     def expected(q: Any, k: Any, v: Any, w: Any) -> Any:
-        weights = defined(q, k, torch.eye(length, dtype=v.dtype).expand(2, 2, length, length), **options)
+        weights = attend_by_definition(q, k, torch.eye(length, dtype=v.dtype).expand(2, 2, length, length), **options)
         y = random.dropout(key, weights, 0.4) @ v.repeat_interleave(2, -3)
         return (y * w).sum(), y
 
@@ -253,11 +253,11 @@ def test_padding_has_no_effect_on_attention_across_ranks():
 
         y, positions = mesh.spmd(f)(*boxes, numbers).value
         whole = torch.cat(list(y), -2)[..., torch.cat(list(positions)).argsort(), :]
-        expected = defined(*values[:3], causal=causal, window=None, documents=own)
+        expected = attend_by_definition(*values[:3], causal=causal, window=None, documents=own)
         assert_near(whole[..., :length, :], expected)
 
 
-def refused(match: str, error: type[Exception] = ValueError, n: int = 1, **changes: Any) -> None:
+def assert_refused(match: str, error: type[Exception] = ValueError, n: int = 1, **changes: Any) -> None:
     x = torch.zeros(1, 4, 4, 2)
     arguments = {"q": x, "k": x, "v": x, **changes}
     with pytest.raises(error, match=match):
@@ -271,25 +271,27 @@ def refused(match: str, error: type[Exception] = ValueError, n: int = 1, **chang
 
 def test_the_error_of_context_attention_names_its_wrong_argument():
     x = torch.zeros(1, 4, 4, 2)
-    refused("window=0", window=0)
-    refused("window=2.5", window=2.5)
-    refused("softcap=0: expected a finite number above 0", softcap=0)
-    refused(r"sinks have the shape \[2\]: expected \[4\], one for each head of q", sinks=torch.zeros(2))
-    refused("sinks are torch.int64: expected floating point", TypeError, sinks=torch.zeros(4, dtype=torch.int64))
-    refused("scale='a'", scale="a")
-    refused("scale=0.0: expected a finite number other than 0", scale=0.0)
-    refused("method='ulysses'", method="ulysses")
-    refused("4 heads of q do not divide by the 3 heads of k", k=x[:, :3], v=x[:, :3])
-    refused("as many heads and tokens of k as of v", k=x[:, :2])
-    refused("as many tokens of q as of k", q=x[:, :, :2])
-    refused("expected .*heads, tokens, width", q=x[0, 0], k=x[0, 0], v=x[0, 0])
-    refused(r"documents have the shape \[1, 3\]: expected \[1, 4\]", documents=torch.zeros(1, 3, dtype=torch.int64))
-    refused("expected ints", TypeError, documents=torch.zeros(1, 4))
-    refused("expected the name of the axis", TypeError, axis=None)
-    refused("dropout=0.1 needs key=", TypeError, dropout=0.1)
-    refused("a probability of dropout is between 0 and 1", dropout=2.0, key=random.key(0))
+    assert_refused("window=0", window=0)
+    assert_refused("window=2.5", window=2.5)
+    assert_refused("softcap=0: expected a finite number above 0", softcap=0)
+    assert_refused(r"sinks have the shape \[2\]: expected \[4\], one for each head of q", sinks=torch.zeros(2))
+    assert_refused("sinks are torch.int64: expected floating point", TypeError, sinks=torch.zeros(4, dtype=torch.int64))
+    assert_refused("scale='a'", scale="a")
+    assert_refused("scale=0.0: expected a finite number other than 0", scale=0.0)
+    assert_refused("method='ulysses'", method="ulysses")
+    assert_refused("4 heads of q do not divide by the 3 heads of k", k=x[:, :3], v=x[:, :3])
+    assert_refused("as many heads and tokens of k as of v", k=x[:, :2])
+    assert_refused("as many tokens of q as of k", q=x[:, :, :2])
+    assert_refused("expected .*heads, tokens, width", q=x[0, 0], k=x[0, 0], v=x[0, 0])
+    assert_refused(
+        r"documents have the shape \[1, 3\]: expected \[1, 4\]", documents=torch.zeros(1, 3, dtype=torch.int64)
+    )
+    assert_refused("expected ints", TypeError, documents=torch.zeros(1, 4))
+    assert_refused("expected the name of the axis", TypeError, axis=None)
+    assert_refused("dropout=0.1 needs key=", TypeError, dropout=0.1)
+    assert_refused("a probability of dropout is between 0 and 1", dropout=2.0, key=random.key(0))
     odd = x[:, :, :3]
-    refused("3 tokens are odd", n=2, q=odd, k=odd, v=odd)
+    assert_refused("3 tokens are odd", n=2, q=odd, k=odd, v=odd)
     with pytest.raises(ValueError, match="axis='cp': its ranks hold the same q"):
         fzero.mesh(cp=2).spmd(lambda: context.attention(x, x, x))()
-    refused('method="all_to_all": 4 heads do not divide by the 3 ranks', n=3, method="all_to_all")
+    assert_refused('method="all_to_all": 4 heads do not divide by the 3 ranks', n=3, method="all_to_all")

@@ -103,7 +103,7 @@ def test_neighbours_stay_within_a_document():
     assert within.tolist() == [2, 3, 0, 5, 6, 7, 0, 0]
 
 
-def defined(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+def convolve(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
     """A convolution of whole sequences by windows of its tokens, not by fzero's code or a kernel."""
     edge = w.shape[1] - 1
     windows = F.pad(x, [edge, 0]).unfold(2, edge + 1, 1)  # [b, channels, t, width]
@@ -147,7 +147,7 @@ def test_a_causal_convolution_across_ranks_equals_that_of_whole_sequences(n, hal
         return tokens, collectives.psum(weights)
 
     tokens, weights = on_ranks(mesh, run, x, v, *[] if documents is None else [documents])
-    wanted, of_weights = results(lambda *p: defined(*p, documents), x, v)
+    wanted, of_weights = results(lambda *p: convolve(*p, documents), x, v)
     assert_near(tokens, parts_of(mesh, wanted))
     assert_near([w[0] for w in weights], of_weights)
 
@@ -203,29 +203,29 @@ def test_a_jitted_step_with_a_convolution_trains_as_on_whole_sequences(backend, 
         torch.testing.assert_close(x, expected[0][name], rtol=1e-11, atol=1e-12)
 
 
-def refused(match: str, f: Any, shape: Any = (2, 3, 4)) -> None:
+def assert_refused(match: str, f: Any, shape: Any = (2, 3, 4)) -> None:
     with pytest.raises(ValueError, match=match):
         fzero.mesh(cp=2).spmd(lambda x: fzero.PerRank(f(x)))(fzero.PerRank(torch.zeros(2, *shape)))
 
 
 def test_a_halo_with_wrong_arguments_is_refused():
-    refused(
+    assert_refused(
         r"before=3: expected an int of at least 0 and at most 2, the tokens of a part",
         lambda x: context.halo(x, 3, dim=2),
     )
-    refused("after=-1: expected an int", lambda x: context.halo(x, 1, -1, dim=2))
-    refused("expected an even number of tokens in dimension 1", lambda x: context.halo(x, 1))
-    refused("dim=3 is not a dimension", lambda x: context.halo(x, 1, dim=3))
-    refused(
+    assert_refused("after=-1: expected an int", lambda x: context.halo(x, 1, -1, dim=2))
+    assert_refused("expected an even number of tokens in dimension 1", lambda x: context.halo(x, 1))
+    assert_refused("dim=3 is not a dimension", lambda x: context.halo(x, 1, dim=3))
+    assert_refused(
         r"expected \[batch, channels, tokens\] and \[channels, width\]",
         lambda x: context.causal_conv1d(x, x.new_ones(2, 4)),
     )
-    refused(
+    assert_refused(
         r"has 2 tokens on each of 2 ranks, and weight \[3, 4\] reads 3 tokens before each",
         lambda x: context.causal_conv1d(x, x.new_ones(3, 4)),
     )
-    refused(
+    assert_refused(
         r"documents have the shape \[2, 4, 3\]: expected \[2, 3\], one number for each token of x, which is \[2, 3",
         lambda x: context.neighbours(x, 1, documents=x.mT),
     )
-    refused("documents have the shape", lambda x: context.causal_conv1d(x, x.new_ones(3, 2), documents=x[0]))
+    assert_refused("documents have the shape", lambda x: context.causal_conv1d(x, x.new_ones(3, 2), documents=x[0]))

@@ -107,29 +107,29 @@ def test_sequences_are_padded_by_leaf():
     assert box.value["tokens"].sum() == 5
 
 
-def refused(match: str, batch: Any = None, error: type[Exception] = ValueError, **options: Any) -> None:
+def assert_refused(match: str, batch: Any = None, error: type[Exception] = ValueError, **options: Any) -> None:
     with pytest.raises(error, match=match):
         context.split(fzero.mesh(dp=2, cp=2), torch.zeros(2, 8) if batch is None else batch, **options)
 
 
 def test_wrong_batches_are_refused_by_leaf():
-    refused(
+    assert_refused(
         r"batch leaf 'x' is \[2, 6\]: its 6 tokens \(dimension 1\) do not divide into 4 parts", {"x": torch.zeros(2, 6)}
     )
-    refused(r"pass pad=\{'x': value\}", {"x": torch.zeros(2, 6), "y": torch.zeros(2, 8)}, pad={"y": 0})
-    refused(r"batch leaf 'w' is \[2\].*dims=\{'w': None\}", {"w": torch.zeros(2)})
-    refused(r"dimension 0 must be divisible by the 2 parts", torch.zeros(3, 8))
-    refused("'tp' is not an axis", axis="tp")
-    refused("expected one axis for tokens", batch_axis=("dp", "cp"))
-    refused(
+    assert_refused(r"pass pad=\{'x': value\}", {"x": torch.zeros(2, 6), "y": torch.zeros(2, 8)}, pad={"y": 0})
+    assert_refused(r"batch leaf 'w' is \[2\].*dims=\{'w': None\}", {"w": torch.zeros(2)})
+    assert_refused(r"dimension 0 must be divisible by the 2 parts", torch.zeros(3, 8))
+    assert_refused("'tp' is not an axis", axis="tp")
+    assert_refused("expected one axis for tokens", batch_axis=("dp", "cp"))
+    assert_refused(
         r"dims=\{'y': 1\}: 'y' is not a leaf of the batch, which are \['x'\]",
         {"x": torch.zeros(2, 8)},
         dims={"y": 1},
     )
-    refused("expected a tensor", {"x": "text"}, TypeError)
+    assert_refused("expected a tensor", {"x": "text"}, TypeError)
     uneven = {"tokens": torch.zeros(2, 6), "labels": torch.zeros(2, 6), "even": torch.zeros(2, 8)}
-    refused(r"pad=0 is one value for 2 leaves.* pad=\{'tokens': 0, 'labels': -100\}", uneven, pad=0)
-    refused("its dimension of tokens is dims=0: expected 1, or dims=", dims=0)
+    assert_refused(r"pad=0 is one value for 2 leaves.* pad=\{'tokens': 0, 'labels': -100\}", uneven, pad=0)
+    assert_refused("its dimension of tokens is dims=0: expected 1, or dims=", dims=0)
     with pytest.raises(ValueError, match="tokens=3: expected an even int"):
         fzero.mesh(cp=2).spmd(lambda: context.positions(3))()
 

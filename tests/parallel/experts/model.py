@@ -37,7 +37,7 @@ def ffn(p: Any, rows: torch.Tensor, linear: moe.Linear) -> torch.Tensor:
     return linear(torch.tanh(linear(rows, p["up"], p["bias"])), p["down"])
 
 
-def by_hand(p: Any, x: torch.Tensor, routing: moe.Routing) -> torch.Tensor:
+def sum_by_hand(p: Any, x: torch.Tensor, routing: moe.Routing) -> torch.Tensor:
     """The sum over a token's choices of gate x expert(token), token by token."""
     out = torch.zeros_like(x)
     for i, j in torch.cartesian_prod(torch.arange(x.shape[0]), torch.arange(x.shape[1])).tolist():

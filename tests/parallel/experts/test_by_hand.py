@@ -21,7 +21,7 @@ from tests.parallel.experts.model import D, batch_of, experts_params, ffn, loss_
 CAPACITIES = st.sampled_from([None, 0.01, 0.25, 0.5, 1.0, 1.1, 2.0, 50.0])
 
 
-def by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str, **options: Any) -> Any:
+def run_by_loops(p: Any, x: torch.Tensor, k: int, capacity: float | None, over: str, **options: Any) -> Any:
     """Return `(y, auxiliary)` token by token: gates, positions by sequence, drops, balance and z losses."""
     (s, t, _), count = x.shape, p["router"].shape[1]
     positions = t if capacity is None else min(t, math.ceil(Fraction(str(capacity)) * t * k / count))
@@ -64,7 +64,7 @@ def test_a_layer_with_its_losses_is_the_formulas_and_their_gradients(k, count, c
 
     def loops(params: Any) -> torch.Tensor:
         x = torch.tanh(batch["x"] @ params["inp"])
-        y, auxiliary = by_loops(params["layer"], x, k, capacity, over, **options)
+        y, auxiliary = run_by_loops(params["layer"], x, k, capacity, over, **options)
         return ((x + y) @ params["head"] - batch["y"]).square().mean() + auxiliary
 
     expected = torch.func.grad_and_value(loops)(params)

@@ -28,7 +28,7 @@ def problems(draw):
     return normal(n, d), normal(len(counts), d, f), normal(n, f), torch.tensor(counts).cumsum(0)
 
 
-def by_loop(x, w, offsets):
+def multiply_by_loop(x, w, offsets):
     y = x.new_zeros(len(x), w.shape[2])
     for e, (start, end) in enumerate(zip([0, *offsets.tolist()[:-1]], offsets.tolist(), strict=True)):
         y[start:end] = x[start:end] @ w[e]
@@ -49,8 +49,8 @@ def close(a, b):
 @given(problems())
 def test_grouped_products_are_loops_over_experts(problem):
     x, w, y, offsets = problem
-    close(moe.grouped_mm(x, w, offsets), by_loop(x, w, offsets))
-    close(moe.grouped_mm(y, w.mT, offsets), by_loop(y, w.mT, offsets))
+    close(moe.grouped_mm(x, w, offsets), multiply_by_loop(x, w, offsets))
+    close(moe.grouped_mm(y, w.mT, offsets), multiply_by_loop(y, w.mT, offsets))
     close(moe.grouped_outer(x, y, offsets), outer_by_loop(x, y, offsets))
 
 
@@ -62,17 +62,20 @@ def test_the_gradients_of_grouped_products_are_grouped_products(problem):
     def dot(f, *args):
         return torch.func.grad(lambda *args: (torch.sin(f(*args, offsets)) * 0.5).sum(), tuple(range(len(args))))(*args)
 
-    for f, loop, args in ((moe.grouped_mm, by_loop, (x, w)), (moe.grouped_outer, outer_by_loop, (x, y))):
+    for f, loop, args in ((moe.grouped_mm, multiply_by_loop, (x, w)), (moe.grouped_outer, outer_by_loop, (x, y))):
         plain = [a.clone().requires_grad_() for a in args]
         expected = torch.autograd.grad((torch.sin(loop(*plain, offsets)) * 0.5).sum(), plain)
         for mine, theirs in zip(dot(f, *args), expected, strict=True):
             close(mine, theirs)
         tangents = tuple([torch.cos(a) for a in args])
         got = torch.func.jvp(lambda *args, f=f: f(*args, offsets), args, tangents)[1]
-        close(got, torch.func.jvp(lambda *args, loop=loop: by_sums(loop, *args, offsets=offsets), args, tangents)[1])
+        close(
+            got,
+            torch.func.jvp(lambda *args, loop=loop: add_products(loop, *args, offsets=offsets), args, tangents)[1],
+        )
 
 
-def by_sums(loop, x, y, offsets):
+def add_products(loop, x, y, offsets):
     """The loop without writes, which forward mode needs."""
     if loop is outer_by_loop:
         return outer_by_loop(x, y, offsets)
@@ -98,7 +101,7 @@ def test_under_vmap_each_sample_of_a_grouped_product_has_its_own_offsets():
     offsets = torch.tensor([[0, 6], [2, 4], [6, 6]])
     got = torch.vmap(moe.grouped_mm, in_dims=(0, None, 0))(x, w, offsets)
     for i in range(3):
-        torch.testing.assert_close(got[i], by_loop(x[i], w, offsets[i]))
+        torch.testing.assert_close(got[i], multiply_by_loop(x[i], w, offsets[i]))
 
 
 def test_a_plan_counts_the_flops_of_grouped_products():
@@ -129,7 +132,7 @@ def test_grouped_products_take_unaligned_weights():
     x, offsets = torch.ones(3, 8).bfloat16(), torch.tensor([1, 3])
     w = buffer[1:].view(2, 8, 8)
     for weights in (w, w.mT):
-        close(moe.grouped_mm(x, weights, offsets), by_loop(x, weights, offsets))
+        close(moe.grouped_mm(x, weights, offsets), multiply_by_loop(x, weights, offsets))
 
 
 def test_offsets_of_a_grouped_product_may_lie_in_host_memory():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fzero import tree
 from fzero.parallel import experts as moe
 from tests.helpers import examples
-from tests.parallel.experts.model import D, batch_of, by_hand, experts_params, ffn, loss_for, normal, params_of
+from tests.parallel.experts.model import D, batch_of, experts_params, ffn, loss_for, normal, params_of, sum_by_hand
 
 
 @settings(max_examples=25)
@@ -21,7 +21,7 @@ def test_a_layer_is_the_sum_over_choices_of_gate_times_expert(s, t, count, data,
     g = torch.Generator().manual_seed(seed)
     x, p = normal(g, s, t, D), experts_params(count, seed)
     routing = moe.route(normal(g, s, t, count), k, normalize=normalize)
-    expected = by_hand(p, x, routing) if t else x
+    expected = sum_by_hand(p, x, routing) if t else x
     for capacity in (None, float(count)):
         if t or capacity is None:
             torch.testing.assert_close(moe.layer(ffn, p, x, routing, capacity=capacity), expected, rtol=0, atol=1e-13)

@@ -123,7 +123,7 @@ def test_experts_in_half_precision_train_as_dense_up_to_rounding(capacity):
     assert_equivalent(train_step, params, opt, batches, either((3,), (0, 3)), meshes=meshes, split=SPLIT, rtol=0.02)
 
 
-def jittered(loss_fn: Any) -> Any:
+def make_jittered(loss_fn: Any) -> Any:
     key = fzero.random.key(3)
     return lambda params, batch: loss_fn(params, {**batch, "x": moe.jitter(batch["x"], key, 0.1)})
 
@@ -131,7 +131,7 @@ def jittered(loss_fn: Any) -> Any:
 @pytest.mark.slow
 def test_router_jitter_does_not_depend_on_the_mesh():
     for mesh in (fzero.mesh(dp=2, ep=2), fzero.mesh(ep=2, simulate="lockstep")):
-        check(jittered(loss_for(2, 0.5)), mesh, (0, 3))
+        check(make_jittered(loss_for(2, 0.5)), mesh, (0, 3))
 
 
 # Losses and micro-batches.
@@ -202,7 +202,7 @@ def test_a_jitted_step_runs_where_experts_are_sharded_over_no_axis(axes, stage):
 @pytest.mark.slow
 def test_a_jitted_loop_with_remat_and_jitter_trains_as_the_eager_one():
     mesh = fzero.mesh(dp=2, ep=2)
-    train_step = train_step_for(jittered(loss_for(2, None, "sequence", remat=True)), OPT, micro_batches=4)
+    train_step = train_step_for(make_jittered(loss_for(2, None, "sequence", remat=True)), OPT, micro_batches=4)
     step, batch = fzero.shard(train_step, stage=2, mesh=mesh, split=SPLIT), mesh.split(batch_of(16))
     one = step(*step.init(params_of(), OPT), batch)
     other = fzero.jit(step, backend="fx", **LEAST)(*step.init(params_of(), OPT), batch)

@@ -8,7 +8,7 @@ import fzero
 from fzero.parallel import experts as moe
 from fzero.parallel import tensor as tp
 from fzero.testing import assert_trees_close
-from tests.parallel.pipeline.model import OPT, step_of
+from tests.parallel.pipeline.model import OPT, make_step
 
 VOCABULARY, WIDTH = 8, 4
 
@@ -72,7 +72,7 @@ def check(
 ) -> None:
     data = tuple([name for name in mesh.axis_names if name in ("dp", "ep")])
     size = 2 * loss.micro_batches * mesh.size
-    train = step_of(loss)
+    train = make_step(loss)
     whole = (params, OPT.init(params))
     step = fzero.shard(train, stage, mesh, axis=(*data, "pp"), split=loss.split)
     state = step.init(loss.stack(params, mesh), OPT)

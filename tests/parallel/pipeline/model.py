@@ -13,7 +13,7 @@ OPT = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
 WIDTH = 5
 
 
-def params_of(depth: int, dtype: torch.dtype = torch.float64, tied: bool = True) -> dict[str, Any]:
+def make_params(depth: int, dtype: torch.dtype = torch.float64, tied: bool = True) -> dict[str, Any]:
     """Blocks that differ, so that their order shows; a table at one end, and at the other unless it is tied."""
     g = torch.Generator().manual_seed(depth)
 
@@ -54,7 +54,7 @@ def last(rest: dict[str, Any], x: torch.Tensor, batch: dict[str, torch.Tensor]) 
     return (losses * batch["weights"].to(losses.dtype)).sum(), batch["weights"].sum()
 
 
-def batch_of(size: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def make_batch(size: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Tokens, targets, and weights of which some are zero."""
     g = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(7, (2, size), generator=g).unbind(0)
@@ -63,13 +63,13 @@ def batch_of(size: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": targets, "weights": weights}
 
 
-def loss_of(micro_batches: int, **options: Any) -> fzero.parallel.pipeline.Pipeline:
+def make_loss(micro_batches: int, **options: Any) -> fzero.parallel.pipeline.Pipeline:
     """The pipelined loss."""
     parts = {"block": block, "first": first, "last": last, **options}
     return fzero.pipeline(micro_batches=micro_batches, **parts)
 
 
-def step_of(loss: Callable[..., Any], opt: Any = OPT, **options: Any) -> Callable[..., Any]:
+def make_step(loss: Callable[..., Any], opt: Any = OPT, **options: Any) -> Callable[..., Any]:
     """The ordinary train step of a weighted loss."""
 
     def train_step(params: Any, opt_state: Any, *args: Any) -> Any:
@@ -84,14 +84,14 @@ def train_plainly(
     loss: fzero.parallel.pipeline.Pipeline, params: Any, size: int, *more: Any, opt: Any = OPT, steps: int = 2
 ) -> Any:
     """Train without a mesh: the parameters, the optimizer's state and the losses."""
-    step, state, losses = step_of(loss, opt), (params, opt.init(params)), []
+    step, state, losses = make_step(loss, opt), (params, opt.init(params)), []
     for i in range(steps):
-        *state, value = step(*state, batch_of(size, i), *more)
+        *state, value = step(*state, make_batch(size, i), *more)
         losses.append(value)
     return state[0], losses
 
 
-def trained_on(
+def train_on(
     mesh: fzero.ranks.Mesh,
     stage: Any,
     loss: fzero.parallel.pipeline.Pipeline,
@@ -103,19 +103,19 @@ def trained_on(
     steps: int = 2,
     **options: Any,
 ) -> Any:
-    """Train on a mesh: likewise."""
+    """Train on a mesh; return the whole parameters and the losses, as `train_plainly` does."""
     axes = tuple([name for name in mesh.axis_names if name in ("dp", "pp")])
-    step: Any = fzero.shard(step_of(loss, opt, **options), stage, mesh, axis=axes, split=loss.split)
+    step: Any = fzero.shard(make_step(loss, opt, **options), stage, mesh, axis=axes, split=loss.split)
     state, losses = step.init(loss.stack(params, mesh), opt), []
     run = step if jit is None else fzero.jit(step, **jit)
     for i in range(steps):
-        batch = batch_of(size, i)
+        batch = make_batch(size, i)
         *state, value = run(*state, mesh.split(batch, "dp") if "dp" in mesh.axis_names else batch, *more)
         losses.append(value)
     return loss.unstack(step.gather(state[0]), mesh), losses
 
 
-def moved_by_small_gradients(mesh: fzero.ranks.Mesh, scale: float, jit: dict[str, Any] | None = None) -> Any:
+def train_by_small_gradients(mesh: fzero.ranks.Mesh, scale: float, jit: dict[str, Any] | None = None) -> Any:
     """Train in float16 by gradients that vanish there without a loss scale: how far the masters move."""
     policy = fzero.Precision(param=torch.float16)
     opt = optim.master_weights(optim.sgd(1e5), policy)
@@ -123,7 +123,7 @@ def moved_by_small_gradients(mesh: fzero.ranks.Mesh, scale: float, jit: dict[str
     def small(rest: Any, x: torch.Tensor, batch: Any) -> Any:
         return (x @ rest["table"].T).float().square().sum() * 1e-9, batch["weights"].sum()
 
-    loss, params = loss_of(2, last=small), params_of(4, torch.float32)
+    loss, params = make_loss(2, last=small), make_params(4, torch.float32)
 
     def train_step(params: Any, state: Any, batch: Any, scale: torch.Tensor) -> Any:
         _, grads = fzero.scaled_value_and_grad(loss, scale, reduce="weighted", precision=policy)(params, batch)
@@ -133,5 +133,5 @@ def moved_by_small_gradients(mesh: fzero.ranks.Mesh, scale: float, jit: dict[str
     step: Any = fzero.shard(train_step, 1, mesh, axis=mesh.axis_names, split=loss.split)
     state = step.init(loss.stack(params, mesh), opt)
     run = step if jit is None else fzero.jit(step, **jit)
-    state = run(*state, mesh.split(batch_of(8), "dp"), torch.tensor(scale))
+    state = run(*state, mesh.split(make_batch(8), "dp"), torch.tensor(scale))
     return tree.map(torch.sub, loss.unstack(step.gather(optim.master_params(*state)), mesh), params)

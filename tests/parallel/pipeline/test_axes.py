@@ -24,7 +24,7 @@ from tests.parallel.pipeline.helpers import (
     last,
     params_of,
 )
-from tests.parallel.pipeline.model import OPT, step_of
+from tests.parallel.pipeline.model import OPT, make_step
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_pipeline_trains_with_tensor_parallelism(sizes, stage, simulate, sched
 def test_a_mean_over_tp_is_refused_with_the_axes_to_name():
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=2, split=TENSOR)
     mesh = fzero.mesh(dp=2, pp=2, tp=2)
-    step = fzero.shard(step_of(loss, OPT), 1, mesh, split=loss.split)
+    step = fzero.shard(make_step(loss, OPT), 1, mesh, split=loss.split)
     state = step.init(loss.stack(params_of(2), mesh), OPT)
     with pytest.raises(ValueError, match=r"averages over 'tp'.*leave it out of the mean, .*axis=\('dp', 'pp'\)"):
         step(*state, mesh.split(batch_of(8, 0), "dp"))
@@ -102,7 +102,7 @@ def test_a_model_of_transformers_trains_in_stages_heads_and_columns(simulate, se
         tp=layers,
     )
     mesh = fzero.mesh(dp=2, pp=2, tp=2, simulate=simulate)
-    step = fzero.shard(step_of(loss, opt), 2, mesh, axis=("dp", "pp"), split=loss.split)
+    step = fzero.shard(make_step(loss, opt), 2, mesh, axis=("dp", "pp"), split=loss.split)
     state = step.init(loss.stack(split_params, mesh), opt)
     *state, actual = step(*state, mesh.split(ids, "dp"))
     assert_trees_close(actual, value, 1e-9)
@@ -115,7 +115,7 @@ def test_no_collective_of_a_stage_is_joined_with_one_of_another_region():
     """Where small sums are joined, that of a forward pass's end would wait for the backward pass's first."""
     loss = fzero.pipeline(block=block, first=first, last=last, micro_batches=4, split=TENSOR)
     mesh = fzero.mesh(dp=1, pp=2, tp=2)
-    step = fzero.shard(step_of(loss), 1, mesh, axis=("dp", "pp"), split=loss.split)
+    step = fzero.shard(make_step(loss), 1, mesh, axis=("dp", "pp"), split=loss.split)
     state = step.init(loss.stack(params_of(4), mesh), OPT)
     for rank in (0, 1):
         plan = fzero.plan(fzero.jit(step, backend="fx"), *state, mesh.split(batch_of(8, 0), "dp"), rank={"pp": rank})

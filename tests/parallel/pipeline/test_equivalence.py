@@ -15,16 +15,16 @@ from fzero.testing import assert_trees_close
 from tests.helpers import ALL_STAGES, cases, either, examples
 from tests.parallel.pipeline.model import (
     WIDTH,
-    batch_of,
     block,
     first,
     last,
-    loss_of,
-    moved_by_small_gradients,
-    params_of,
-    step_of,
+    make_batch,
+    make_loss,
+    make_params,
+    make_step,
+    train_by_small_gradients,
+    train_on,
     train_plainly,
-    trained_on,
 )
 from tests.parallel.schedules.named import NAMED
 from tests.parallel.schedules.strategies import schedules
@@ -50,33 +50,33 @@ def test_a_pipeline_trains_as_the_model_without_one(name, dp, pp, stage, simulat
     stages, uneven = NAMED[name], data.draw(st.integers(0, 2))
     depth = pp * stages + uneven
     options = {"schedule": name, "stages_per_rank": stages, "depth": depth, "remat": data.draw(st.booleans())}
-    loss, size = loss_of(micro_batches, **options), 2 * dp * micro_batches
-    params = params_of(depth, tied=data.draw(st.booleans()))
+    loss, size = make_loss(micro_batches, **options), 2 * dp * micro_batches
+    params = make_params(depth, tied=data.draw(st.booleans()))
     mesh = fzero.mesh(dp=dp, pp=pp, simulate=simulate)
     gather = data.draw(st.booleans())  # whole parameters, or boxes that each action gathers
-    close(trained_on(mesh, stage, loss, params, size, gather=gather), train_plainly(loss, params, size))
+    close(train_on(mesh, stage, loss, params, size, gather=gather), train_plainly(loss, params, size))
 
 
 @examples(3, 40)
 @given(schedules(), st.integers(0, 3), st.integers(0, 3))
 def test_a_pipeline_of_any_schedule_table_trains_as_unsharded(schedule, extra, stage):
     depth = schedule.stages + extra
-    loss = loss_of(schedule.micro_batches, schedule=schedule, depth=depth)
-    params, size = params_of(depth), schedule.micro_batches
+    loss = make_loss(schedule.micro_batches, schedule=schedule, depth=depth)
+    params, size = make_params(depth), schedule.micro_batches
     mesh = fzero.mesh(pp=schedule.ranks, simulate="lockstep")
-    close(trained_on(mesh, stage, loss, params, size, steps=1), train_plainly(loss, params, size, steps=1))
+    close(train_on(mesh, stage, loss, params, size, steps=1), train_plainly(loss, params, size, steps=1))
 
 
 @pytest.mark.slow
 def test_a_simulated_pipeline_places_stages_as_its_schedule():
     for name, stages in NAMED.items():
-        loss = loss_of(4, schedule=name, stages_per_rank=stages, depth=9)
-        params = params_of(9)
-        close(trained_on(fzero.mesh(pp=4), 1, loss, params, 8), train_plainly(loss, params, 8))
+        loss = make_loss(4, schedule=name, stages_per_rank=stages, depth=9)
+        params = make_params(9)
+        close(train_on(fzero.mesh(pp=4), 1, loss, params, 8), train_plainly(loss, params, 8))
 
 
 def test_a_pipelined_loss_without_a_mesh_is_the_models_loss():
-    loss, params, batch = loss_of(2), params_of(3), batch_of(8)
+    loss, params, batch = make_loss(2), make_params(3), make_batch(8)
     x = first(params, batch)
     for p in params["blocks"]:
         x = block(p, x)
@@ -86,24 +86,24 @@ def test_a_pipelined_loss_without_a_mesh_is_the_models_loss():
 
 @pytest.mark.slow
 def test_the_depth_of_a_pipeline_may_be_given_by_stage():
-    params = params_of(6)
+    params = make_params(6)
     for depth in ((1, 2, 3), (3, 0, 3), (0, 0, 6)):
-        loss = loss_of(3, depth=depth)
+        loss = make_loss(3, depth=depth)
         expected = train_plainly(loss, params, 6)
         for simulate in either(("lockstep",), SIMULATED):
-            close(trained_on(fzero.mesh(pp=3, simulate=simulate), 2, loss, params, 6), expected)
+            close(train_on(fzero.mesh(pp=3, simulate=simulate), 2, loss, params, 6), expected)
 
 
 def test_a_pipelined_mean_needs_no_weight():
     def mean(rest: Any, x: torch.Tensor, batch: Any) -> torch.Tensor:
         return (x @ rest["table"].T).square().mean()
 
-    loss, params = loss_of(2, last=mean), params_of(4)
-    whole = mean(params, _through(params, batch_of(8)), batch_of(8))
+    loss, params = make_loss(2, last=mean), make_params(4)
+    whole = mean(params, _through(params, make_batch(8)), make_batch(8))
     expected = train_plainly(loss, params, 8)
     close(expected[1][0], whole)
     for simulate in ("vmap", "lockstep"):
-        close(trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
+        close(train_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 3, loss, params, 8), expected)
 
 
 def _through(params: Any, batch: Any) -> torch.Tensor:
@@ -128,20 +128,20 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
         total, weight = last(rest, stream["x"], batch)
         return total + stream["loss"], weight
 
-    params = params_of(5)
+    params = make_params(5)
     few = [("1f1b", "vmap"), ("zb", "lockstep")]
     for name, simulate in either(few, [*itertools.product(("1f1b", "zb"), SIMULATED)]):
-        loss = loss_of(4, first=begin, block=counted, last=end, depth=5, schedule=name)
+        loss = make_loss(4, first=begin, block=counted, last=end, depth=5, schedule=name)
         mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
-        close(trained_on(mesh, 3, loss, params, 8), train_plainly(loss, params, 8))
+        close(train_on(mesh, 3, loss, params, 8), train_plainly(loss, params, 8))
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_parameters_may_be_tuples_and_hold_nothing(simulate):
-    params = params_of(4)
+    params = make_params(4)
     params = {**params, "bias": None, "blocks": tuple([(p["w"], None, p["b"]) for p in params["blocks"]])}
-    loss = loss_of(2, block=lambda p, x: x + torch.tanh(x @ p[0] + p[2]))
-    result = trained_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
+    loss = make_loss(2, block=lambda p, x: x + torch.tanh(x @ p[0] + p[2]))
+    result = train_on(fzero.mesh(pp=2, simulate=simulate), 3, loss, params, 4)
     close(result, train_plainly(loss, params, 4))
 
 
@@ -152,15 +152,15 @@ def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("simulate,remat", cases([("lockstep", True)], itertools.product(SIMULATED, (False, True))))
 def test_masks_drawn_by_a_key_are_those_without_a_pipeline(simulate, remat):
-    key, params = fzero.random.key(3), params_of(4)
-    loss = loss_of(4, block=dropping, remat=remat)
-    result = trained_on(fzero.mesh(dp=1, pp=4, simulate=simulate), 2, loss, params, 8, key)
+    key, params = fzero.random.key(3), make_params(4)
+    loss = make_loss(4, block=dropping, remat=remat)
+    result = train_on(fzero.mesh(dp=1, pp=4, simulate=simulate), 2, loss, params, 8, key)
     close(result, train_plainly(loss, params, 8, key))
     assert not torch.allclose(result[1][0], train_plainly(loss, params, 8, fzero.random.key(4))[1][0])
     on_dp = fzero.mesh(dp=2, simulate=simulate)  # ranks along dp draw differently, those along pp alike
     close(
-        trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 2, loss, params, 8, key),
-        trained_on(on_dp, 2, loss, params, 8, key),
+        train_on(fzero.mesh(dp=2, pp=2, simulate=simulate), 2, loss, params, 8, key),
+        train_on(on_dp, 2, loss, params, 8, key),
     )
 
 
@@ -172,17 +172,17 @@ def test_each_block_and_each_micro_batch_draws_its_own_mask(simulate):
     def total(rest: Any, x: torch.Tensor, batch: Any) -> Any:
         return (x != 0).to(x.dtype).sum() * rest["scale"] ** 0, batch["weights"].sum()
 
-    params, key = params_of(4), fzero.random.key(0)
-    batch = {name: x.repeat(2) for name, x in batch_of(64).items()}  # two equal micro-batches
+    params, key = make_params(4), fzero.random.key(0)
+    batch = {name: x.repeat(2) for name, x in make_batch(64).items()}  # two equal micro-batches
 
     def left(micro_batches: int, batch: Any) -> float:
-        loss = loss_of(micro_batches, block=drops, last=total, depth=4)
+        loss = make_loss(micro_batches, block=drops, last=total, depth=4)
         mesh = fzero.mesh(pp=2, simulate=simulate)
         step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
         stacked, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
         return step.program(lambda p, b: fzero.collectives.psum(loss(p, b, key)[0]))(stacked, batch).item()
 
-    both, one = left(2, batch), left(1, batch_of(64))
+    both, one = left(2, batch), left(1, make_batch(64))
     assert both != 2 * one
     assert 0.02 < both / (128 * WIDTH) < 0.12  # one in sixteen is left by four masks
 
@@ -194,23 +194,23 @@ def test_the_first_function_and_the_first_block_draw_different_masks():
     def drops(p: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(x, 0.5)
 
-    loss = loss_of(1, first=ones, block=drops, last=lambda rest, x, batch: (x != 0).double().mean())
-    left, _ = loss(params_of(1), batch_of(4), fzero.random.key(0))
+    loss = make_loss(1, first=ones, block=drops, last=lambda rest, x, batch: (x != 0).double().mean())
+    left, _ = loss(make_params(1), make_batch(4), fzero.random.key(0))
     assert 0.15 < left < 0.35
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_accumulation_around_a_pipeline_draws_masks_as_more_micro_batches_do(simulate):
-    key, params = fzero.random.key(3), params_of(4)
-    expected = train_plainly(loss_of(4, block=dropping), params, 8, key)
+    key, params = fzero.random.key(3), make_params(4)
+    expected = train_plainly(make_loss(4, block=dropping), params, 8, key)
     mesh = fzero.mesh(dp=1, pp=2, simulate=simulate)
     around = {"micro_batches": 2, "batch_argnums": 1}
-    close(trained_on(mesh, 2, loss_of(2, block=dropping), params, 8, key, **around), expected)
+    close(train_on(mesh, 2, make_loss(2, block=dropping), params, 8, key, **around), expected)
 
 
 def test_a_factor_of_a_pipelined_loss_scales_its_gradients():
-    loss, params, batch = loss_of(4), params_of(4), batch_of(8)
+    loss, params, batch = make_loss(4), make_params(4), make_batch(8)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
     step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
     stacked, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
@@ -228,19 +228,19 @@ def test_a_factor_of_a_pipelined_loss_scales_its_gradients():
 def test_half_precision_with_masters_trains_as_without_a_pipeline():
     policy = fzero.Precision(param=torch.bfloat16)
     opt = optim.master_weights(optim.adamw(1e-2), policy)
-    loss = loss_of(4)
+    loss = make_loss(4)
 
     def run(mesh: Any, stage: int) -> Any:
-        params = params_of(4, torch.float32)
+        params = make_params(4, torch.float32)
         options = {"precision": policy}
         axes = ("dp", "pp") if mesh else None
         if mesh is None:
             mesh = fzero.mesh(dp=2)
             axes = ("dp",)
-        step = fzero.shard(step_of(loss, opt, **options), stage, mesh, axis=axes, split=loss.split)
+        step = fzero.shard(make_step(loss, opt, **options), stage, mesh, axis=axes, split=loss.split)
         state = step.init(loss.stack(params, mesh), opt)
         for i in range(3):
-            *state, value = step(*state, mesh.split(batch_of(16, i), "dp"))
+            *state, value = step(*state, mesh.split(make_batch(16, i), "dp"))
         return value, loss.unstack(step.gather(state[0]), mesh)
 
     expected = run(None, 1)
@@ -252,12 +252,12 @@ def test_half_precision_with_masters_trains_as_without_a_pipeline():
 @pytest.mark.slow
 def test_a_loss_scale_keeps_small_gradients_in_float16():
     """A table makes its gradients before the loss is differentiated: it begins with the scale all the same."""
-    expected = moved_by_small_gradients(fzero.mesh(dp=1), 2.0**15)
+    expected = train_by_small_gradients(fzero.mesh(dp=1), 2.0**15)
     for simulate in ("vmap", "lockstep"):
-        actual = moved_by_small_gradients(fzero.mesh(dp=1, pp=2, simulate=simulate), 2.0**15)
+        actual = train_by_small_gradients(fzero.mesh(dp=1, pp=2, simulate=simulate), 2.0**15)
         assert_trees_close(actual, expected, 1e-3)
     with pytest.raises(AssertionError):  # without it they vanish
-        assert_trees_close(moved_by_small_gradients(fzero.mesh(dp=1), 1.0), expected, 0.5)
+        assert_trees_close(train_by_small_gradients(fzero.mesh(dp=1), 1.0), expected, 0.5)
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -274,13 +274,13 @@ def test_unused_values_in_bubbles_add_no_nan(simulate, remat):
     def end(rest: Any, x: torch.Tensor, batch: Any) -> Any:
         return (4.7 - x).sqrt().sum() * rest["scale"], batch["weights"].sum()
 
-    params = params_of(3)
+    params = make_params(3)
     for i, p in enumerate(params["blocks"]):
         p["low"] = torch.full((), [1.0, 3.5, 4.95][i], dtype=torch.float64)
-    loss = loss_of(2, first=begin, block=root, last=end, depth=(1, 2), remat=remat)
+    loss = make_loss(2, first=begin, block=root, last=end, depth=(1, 2), remat=remat)
     expected = train_plainly(loss, params, 4)
     assert expected[1][-1].isfinite()
-    close(trained_on(fzero.mesh(pp=2, simulate=simulate), 1, loss, params, 4), expected)
+    close(train_on(fzero.mesh(pp=2, simulate=simulate), 1, loss, params, 4), expected)
 
 
 def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
@@ -289,7 +289,7 @@ def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
     def counted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
         return x.sum() * 0 + 1.0, torch.tensor(257)
 
-    loss, params, batch = loss_of(4, last=counted), params_of(4, torch.bfloat16), batch_of(8)
+    loss, params, batch = make_loss(4, last=counted), make_params(4, torch.bfloat16), make_batch(8)
     expected = torch.tensor(4.0), torch.tensor(1028.0)
     close(loss(params, batch), expected)
     for simulate in ("vmap", "lockstep"):
@@ -305,21 +305,21 @@ def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
 def test_idle_places_of_a_pipeline_count_in_no_norm(simulate, units):
     """Weight decay moves what lies there, and a clip behind it sees a norm of the whole tree."""
     opt = optim.chain(optim.adamw(0.1, weight_decay=0.5), optim.clip_by_global_norm(0.05))
-    loss, params = loss_of(2, depth=5), params_of(5)
+    loss, params = make_loss(2, depth=5), make_params(5)
     expected = train_plainly(loss, params, 8, opt=opt)
     mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
     for stage in either((0 if units else 3,), (0, 3)):
-        step: Any = fzero.shard(step_of(loss, opt), stage, mesh, split=loss.split, units=units)
+        step: Any = fzero.shard(make_step(loss, opt), stage, mesh, split=loss.split, units=units)
         state = step.init(loss.stack(params, mesh), opt)
         for i in range(2):
-            *state, value = step(*state, mesh.split(batch_of(8, i), "dp"))
+            *state, value = step(*state, mesh.split(make_batch(8, i), "dp"))
         close((loss.unstack(step.gather(state[0]), mesh), value), (expected[0], expected[1][-1]))
         norm = step.program(optim.global_norm)(state[0])
         close(norm, optim.global_norm(expected[0]))
 
 
 def test_a_pipelined_loss_has_derivatives_of_higher_order():
-    loss, params, batch = loss_of(2), params_of(4), batch_of(4)
+    loss, params, batch = make_loss(2), make_params(4), make_batch(4)
     mesh = fzero.mesh(pp=2, simulate="lockstep")
     stacked = loss.stack(params, mesh)
 
@@ -350,7 +350,7 @@ def test_a_pipelined_loss_has_derivatives_of_higher_order():
 
 
 def test_a_loss_that_is_not_differentiated_runs_forward_only():
-    loss, params = loss_of(4), params_of(4)
+    loss, params = make_loss(4), make_params(4)
     for simulate in ("vmap", "lockstep"):
         mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
 
@@ -360,8 +360,8 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
         step = fzero.shard(evaluate, 3, mesh, axis=("dp", "pp"), split=loss.split)
         sharded, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
         with fzero.collectives.record() as log:
-            result = step.program(evaluate)(sharded, mesh.split(batch_of(16), "dp"))
-        close(result, loss(params, batch_of(16)))
+            result = step.program(evaluate)(sharded, mesh.split(make_batch(16), "dp"))
+        close(result, loss(params, make_batch(16)))
         if simulate == "lockstep":
             assert [e.elements for e in log.events if e.kind == "send"] == [2 * WIDTH] * 8  # 4 micro-batches, forward
 
@@ -369,14 +369,14 @@ def test_a_loss_that_is_not_differentiated_runs_forward_only():
 @pytest.mark.slow
 def test_gradients_are_reduced_once_a_step_whatever_the_micro_batches():
     """Along the axes of data, at every stage of ZeRO; and by each action where parameters are gathered there."""
-    params = params_of(4)
+    params = make_params(4)
     for stage in either((1, 3), ALL_STAGES):
         counts = []
         for micro_batches in either((2, 4), (2, 8)):
-            loss = loss_of(micro_batches)
+            loss = make_loss(micro_batches)
             mesh = fzero.mesh(dp=2, pp=2, simulate="lockstep")
             with fzero.collectives.record() as log:
-                trained_on(mesh, stage, loss, params, 32, steps=1)
+                train_on(mesh, stage, loss, params, 32, steps=1)
             counts.append(sorted((e.kind, e.axis, e.elements) for e in log.unit_events))
         assert counts[0] == counts[1] and counts[0]
 
@@ -387,7 +387,7 @@ def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
     from fzero.parallel.pipeline._rank_executor import RankExecutor
 
     for name, stages in NAMED.items():
-        loss, most = loss_of(8, schedule=name, stages_per_rank=stages), {}
+        loss, most = make_loss(8, schedule=name, stages_per_rank=stages), {}
         forward = RankExecutor._run_forward
 
         def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
@@ -399,7 +399,7 @@ def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(RankExecutor, "_run_forward", counted)
             mesh = fzero.mesh(pp=4, simulate="lockstep")
-            trained_on(mesh, 0, loss, params_of(8), 8, steps=1)
+            train_on(mesh, 0, loss, make_params(8), 8, steps=1)
         schedule = loss.schedule(4)
         halves = NAMES[name].splits_backward  # eagerly the first half lets go of all
         for rank, result in most.items():
@@ -426,6 +426,6 @@ def test_optimizers_see_each_block_of_a_pipeline_by_itself(simulate):
         (3, optim.muon(0.1, fallback=optim.sgd(0.1), ns_dtype=None)),
     ]
     for stage, opt in either(few[::2], few + more):
-        loss, params = loss_of(2, depth=5), params_of(5)
-        result = trained_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
+        loss, params = make_loss(2, depth=5), make_params(5)
+        result = train_on(fzero.mesh(dp=2, pp=2, simulate=simulate), stage, loss, params, 8, opt=opt)
         close(result, train_plainly(loss, params, 8, opt=opt))

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 import fzero
 from tests.helpers import LEAST, cases, either
-from tests.parallel.pipeline.model import OPT, batch_of, loss_of, params_of, step_of
+from tests.parallel.pipeline.model import OPT, make_batch, make_loss, make_params, make_step
 from tests.parallel.schedules.named import NAMED
 
-ROWS = batch_of(19)
+ROWS = make_batch(19)
 DATA = [{name: x[i] for name, x in ROWS.items()} for i in range(19)]
 
 
-def weighted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+def sum_weighted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
     losses = F.cross_entropy(x @ rest["table"].T, batch["targets"], reduction="none")
     return losses * batch["weights"], batch["weights"]
 
@@ -28,24 +28,24 @@ def answers(rest: Any, x: torch.Tensor, batch: Any) -> Any:
 
 
 def made(mesh: fzero.ranks.Mesh, stage: int, loss: fzero.parallel.pipeline.Pipeline, params: Any) -> tuple[Any, Any]:
-    step = fzero.shard(step_of(loss), stage, mesh, split=loss.split)
+    step = fzero.shard(make_step(loss), stage, mesh, split=loss.split)
     return step, step.init(loss.stack(params, mesh), OPT)[0]
 
 
 def check(mesh: fzero.ranks.Mesh, stage: int, name: str, jit: bool = False) -> None:
     """Evaluate and predict 19 examples, 8 at once, and compare with the model without a pipeline."""
-    loss, params = loss_of(4, schedule=name, stages_per_rank=NAMED[name], depth=5), params_of(5)
+    loss, params = make_loss(4, schedule=name, stages_per_rank=NAMED[name], depth=5), make_params(5)
     step, sharded = made(mesh, stage, loss, params)
     programs = [
-        fzero.evaluate(step, loss.outputs(weighted), weighted=True),
+        fzero.evaluate(step, loss.outputs(sum_weighted), weighted=True),
         fzero.predict(step, loss.outputs(answers)),
     ]
     evaluate, predict = [fzero.jit(p, backend="fx", **LEAST) if jit else p for p in programs]
     batches = list(fzero.data.epoch(DATA, mesh, global_batch=8, axis=step.data_axes))
     actual = fzero.data.mean(evaluate(sharded, batch, rows) for batch, rows in batches)
-    total, weight = loss_of(1, depth=5)(params, ROWS)
+    total, weight = make_loss(1, depth=5)(params, ROWS)
     assert actual == pytest.approx((total / weight).item(), rel=1e-12)
-    expected = loss_of(1, depth=5).outputs(answers)(params, ROWS)
+    expected = make_loss(1, depth=5).outputs(answers)(params, ROWS)
     parts = [fzero.tree.map(lambda x, rows=rows: x[:rows], predict(sharded, batch)) for batch, rows in batches]
     for key, value in expected.items():
         whole = torch.cat([part[key] for part in parts])
@@ -70,35 +70,37 @@ def test_jitted_outputs_of_a_pipeline_equal_the_eager_ones():
 
 
 def test_a_mesh_of_stages_alone_has_no_axis_of_data():
-    loss, params, mesh = loss_of(4), params_of(4), fzero.mesh(pp=2)
+    loss, params, mesh = make_loss(4), make_params(4), fzero.mesh(pp=2)
     step, sharded = made(mesh, 1, loss, params)
     assert step.data_axes == ()
-    sums, weight = fzero.evaluate(step, loss.outputs(weighted), weighted=True)(sharded, batch_of(8), torch.tensor(8))
-    torch.testing.assert_close((sums, weight), loss(params, batch_of(8)))
-    logits = fzero.predict(step, loss.outputs(answers))(sharded, batch_of(8))["logits"]
-    torch.testing.assert_close(logits, loss.outputs(answers)(params, batch_of(8))["logits"])
+    sums, weight = fzero.evaluate(step, loss.outputs(sum_weighted), weighted=True)(
+        sharded, make_batch(8), torch.tensor(8)
+    )
+    torch.testing.assert_close((sums, weight), loss(params, make_batch(8)))
+    logits = fzero.predict(step, loss.outputs(answers))(sharded, make_batch(8))["logits"]
+    torch.testing.assert_close(logits, loss.outputs(answers)(params, make_batch(8))["logits"])
 
 
 def test_outputs_of_a_pipeline_draw_the_masks_of_training():
     def dropping(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + F.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.4)
 
-    loss, params, key = loss_of(4, block=dropping), params_of(4), fzero.random.key(1)
-    total, weight = loss(params, batch_of(8), key)
-    sums, weights = loss.outputs(weighted)(params, batch_of(8), key)
+    loss, params, key = make_loss(4, block=dropping), make_params(4), fzero.random.key(1)
+    total, weight = loss(params, make_batch(8), key)
+    sums, weights = loss.outputs(sum_weighted)(params, make_batch(8), key)
     torch.testing.assert_close((sums.sum(), weights.sum()), (total, weight))
 
 
 def test_outputs_of_a_pipeline_keep_no_residuals():
-    params = fzero.tree.map(lambda x: x.clone().requires_grad_(), params_of(4))
-    assert not loss_of(2).outputs(answers)(params, batch_of(4))["logits"].requires_grad
+    params = fzero.tree.map(lambda x: x.clone().requires_grad_(), make_params(4))
+    assert not make_loss(2).outputs(answers)(params, make_batch(4))["logits"].requires_grad
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "lockstep"])
 def test_the_error_of_outputs_names_its_wrong_argument(simulate):
-    loss, mesh = loss_of(4), fzero.mesh(dp=2, pp=2, simulate=simulate)
-    step, sharded = made(mesh, 1, loss, params_of(4))
-    batch, rows = mesh.split(batch_of(16), "dp"), torch.tensor(16)
+    loss, mesh = make_loss(4), fzero.mesh(dp=2, pp=2, simulate=simulate)
+    step, sharded = made(mesh, 1, loss, make_params(4))
+    batch, rows = mesh.split(make_batch(16), "dp"), torch.tensor(16)
     for said, program in (
         ("for a pipelined loss pass loss.outputs(last)", fzero.evaluate(step, loss)),
         ("for outputs, last(rest, x, batch) must return a tree of tensors [b, ...], for the b examples", None),
@@ -107,6 +109,6 @@ def test_the_error_of_outputs_names_its_wrong_argument(simulate):
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
             program(sharded, batch, rows)
     with pytest.raises(ValueError, match="leaf 'tokens' differs by rank along 'pp'"):
-        fzero.evaluate(step, loss.outputs(weighted), weighted=True)(sharded, mesh.split(batch_of(16)), rows)
+        fzero.evaluate(step, loss.outputs(sum_weighted), weighted=True)(sharded, mesh.split(make_batch(16)), rows)
     with pytest.raises(TypeError, match=r"outputs: last=3: expected a function"):
         loss.outputs(3)  # pyright: ignore[reportArgumentType]

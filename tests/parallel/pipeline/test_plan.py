@@ -15,38 +15,38 @@ from fzero.graph.loop._loop_memory import pipeline_seconds
 from fzero.graph.loop._rank_schedule import LoopRegion, action_regions
 from fzero.graph.loop._split import Residual, split
 from tests.helpers import cases, either, examples
-from tests.parallel.pipeline.model import OPT, batch_of, block, loss_of, params_of, step_of
+from tests.parallel.pipeline.model import OPT, block, make_batch, make_loss, make_params, make_step
 from tests.parallel.schedules.named import NAMED
 
 
-def planned(
+def make_plan(
     name: str, micro_batches: int, rank: Any = 0, stage: int = 1, ranks: int = 4, dp: int = 2, **options: Any
 ) -> Any:
     depth = 2 * ranks
     own = {key: options.pop(key) for key in ("block", "remat") if key in options}
     jit = {"backend": "fx", **options.pop("jit", {})}
-    loss = loss_of(micro_batches, schedule=name, stages_per_rank=NAMED[name], **own)
+    loss = make_loss(micro_batches, schedule=name, stages_per_rank=NAMED[name], **own)
     mesh = fzero.mesh(dp=dp, pp=ranks)
-    step = fzero.shard(step_of(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
-    state = step.init(loss.stack(params_of(depth), mesh), OPT)
-    batch = mesh.split(batch_of(16 * micro_batches * dp), "dp")
+    step = fzero.shard(make_step(loss, **options), stage, mesh, axis=("dp", "pp"), split=loss.split)
+    state = step.init(loss.stack(make_params(depth), mesh), OPT)
+    batch = mesh.split(make_batch(16 * micro_batches * dp), "dp")
     return fzero.plan(fzero.jit(step, **jit), *state, batch, rank={"pp": rank} if isinstance(rank, int) else rank)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", cases([0], [3]))
 def test_1f1b_holds_as_much_for_any_number_of_micro_batches_and_gpipe_more_for_each(rank):
-    flat = [planned("1f1b", m, rank).added_bytes for m in (4, 8, 32)]
+    flat = [make_plan("1f1b", m, rank).added_bytes for m in (4, 8, 32)]
     assert flat[0] == flat[1] == flat[2]
-    rising = [planned("gpipe", m, rank).added_bytes for m in (8, 16, 24)]
+    rising = [make_plan("gpipe", m, rank).added_bytes for m in (8, 16, 24)]
     assert rising[2] - rising[1] == rising[1] - rising[0] > 8 * 16 * 2 * 5 * 8  # residuals of 2 blocks, 8 micro-batches
 
 
 def test_peaks_fall_along_1f1b_as_the_forward_passes_in_flight_do():
-    loss = loss_of(8)
+    loss = make_loss(8)
     flights = [loss.schedule(4).in_flight(r) for r in range(4)]
     assert flights == [4, 3, 2, 1]
-    peaks = [planned("1f1b", 8, r).added_bytes for r in range(3)]  # the last has the loss
+    peaks = [make_plan("1f1b", 8, r).added_bytes for r in range(3)]  # the last has the loss
     assert max(peaks[:2]) > peaks[2]  # the first is sent nothing, and the second holds what it is sent
 
 
@@ -56,7 +56,7 @@ def test_peaks_fall_along_1f1b_as_the_forward_passes_in_flight_do():
 def test_the_collectives_of_a_pipeline_do_not_grow_with_the_micro_batches(name, stage, rank):
     counts = []
     for micro_batches in (4, 12):
-        plan = planned(name, micro_batches, rank, stage)
+        plan = make_plan(name, micro_batches, rank, stage)
         counts.append([(c.kind, c.bytes, c.times, c.axis) for c in plan.collectives])
     assert counts[0] == counts[1]
 
@@ -64,7 +64,7 @@ def test_the_collectives_of_a_pipeline_do_not_grow_with_the_micro_batches(name, 
 @pytest.mark.slow
 def test_all_ranks_start_the_same_collectives_in_one_order():
     for stage in either((3,), (0, 3)):
-        said = {tuple((c.kind, c.bytes, c.unit) for c in planned("zbv", 4, r, stage).collectives) for r in range(4)}
+        said = {tuple((c.kind, c.bytes, c.unit) for c in make_plan("zbv", 4, r, stage).collectives) for r in range(4)}
         assert len(said) == 1
 
 
@@ -77,8 +77,8 @@ def test_a_collective_that_nothing_reads_is_left_out():
         return block(p, x)
 
     for rank in (0, 1):
-        plain = planned("1f1b", 4, rank, ranks=2)
-        own = planned("1f1b", 4, rank, ranks=2, block=wasteful)
+        plain = make_plan("1f1b", 4, rank, ranks=2)
+        own = make_plan("1f1b", 4, rank, ranks=2, block=wasteful)
         assert [(c.kind, c.bytes) for c in own.collectives] == [(c.kind, c.bytes) for c in plain.collectives]
 
 
@@ -92,14 +92,14 @@ def test_the_cost_model_counts_the_bubbles_of_a_pipeline():
     assert seconds == pytest.approx(3 * (4 + 2 - 1) - 1)
     slow = pipeline_seconds(loops_of("gpipe", 1), lambda graph: 1.0, lambda size, axis: 0.5)
     assert slow == pytest.approx(14 + 2 * 0.5)  # there and back
-    assert planned("1f1b", 16, 1).seconds > planned("1f1b", 4, 1).seconds
+    assert make_plan("1f1b", 16, 1).seconds > make_plan("1f1b", 4, 1).seconds
 
 
 def test_a_plan_of_a_pipeline_is_of_the_given_rank():
     mesh = fzero.mesh(dp=2, pp=2)
-    peaks = {r: planned("1f1b", 4, r, ranks=2).added_bytes for r in (0, 1)}
+    peaks = {r: make_plan("1f1b", 4, r, ranks=2).added_bytes for r in (0, 1)}
     for rank, place in either(((3, 1),), ((0, 0), (1, 1), (2, 0), (3, 1))):  # ranks of dp=2, pp=2
-        assert planned("1f1b", 4, {"dp": rank // 2, "pp": place}, ranks=2).added_bytes == peaks[place]
+        assert make_plan("1f1b", 4, {"dp": rank // 2, "pp": place}, ranks=2).added_bytes == peaks[place]
     step = fzero.shard(lambda p, s, b: (p, s), 1, mesh)
     params, state = step.init({"w": torch.ones(4)}, OPT)
     for rank in (4, -1, {"pp": 2}, {"tp": 0}):
@@ -111,10 +111,10 @@ def test_a_plan_of_a_pipeline_is_of_the_given_rank():
 
 @pytest.mark.slow
 def test_a_plan_of_more_ranks_along_the_data_has_the_same_stages():
-    loss, mesh = loss_of(4), fzero.mesh(dp=1, pp=2)
-    step = fzero.shard(step_of(loss), 2, mesh, axis=("dp", "pp"), split=loss.split)
-    state = step.init(loss.stack(params_of(4), mesh), OPT)
-    plans = [fzero.plan(step, *state, mesh.split(batch_of(8), "dp"), world_size={"dp": n}) for n in (1, 64)]
+    loss, mesh = make_loss(4), fzero.mesh(dp=1, pp=2)
+    step = fzero.shard(make_step(loss), 2, mesh, axis=("dp", "pp"), split=loss.split)
+    state = step.init(loss.stack(make_params(4), mesh), OPT)
+    plans = [fzero.plan(step, *state, mesh.split(make_batch(8), "dp"), world_size={"dp": n}) for n in (1, 64)]
     assert plans[1].argument_bytes < plans[0].argument_bytes
     assert any(o.target == "a pipeline of 4 iterations" for o in plans[0].operations)
 
@@ -128,7 +128,7 @@ def loops_of(name: str, rank: int, **options: Any) -> Any:
     before = _entry.make_plan
     try:
         _entry.make_plan = lambda graph, *args: (results.append(graph), before(graph, *args))[1]  # pyright: ignore
-        planned(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
+        make_plan(name, 4, rank, **{"ranks": 2, "dp": 1, **options})
     finally:
         _entry.make_plan = before
     return next(loop for n in results[0].nodes if (loop := node_loop(n)))
@@ -198,10 +198,10 @@ def test_a_stage_sends_back_before_its_weights_gradients_if_memory_allows_or_the
 def test_a_stage_under_remat_recomputes_one_block_at_a_time():
     """Gradients of weights that waited for those of all activations would hold every block that remat computes."""
     wide = {"ranks": 2, "remat": True, "block": wide_block}
-    lean, fast = [planned("1f1b", 8, 1, jit=jit, **wide) for jit in ({}, {"memory_budget": 1e12})]
+    lean, fast = [make_plan("1f1b", 8, 1, jit=jit, **wide) for jit in ({}, {"memory_budget": 1e12})]
     assert "send_early" not in lean.settings and fast.settings["send_early"] is True
     assert lean.peak_bytes < 0.8 * fast.peak_bytes and lean.seconds > fast.seconds
-    again = planned("1f1b", 8, 1, jit={"memory_budget": lean.peak_bytes}, **wide)
+    again = make_plan("1f1b", 8, 1, jit={"memory_budget": lean.peak_bytes}, **wide)
     assert again.peak_bytes <= lean.peak_bytes and "send_early" not in again.settings
 
 

@@ -62,13 +62,13 @@ def test_ranges_have_the_blocks_of_the_unit(sizes, block, n, seed):
         assert torch.equal(back[:real], part[:real]) and not back[real:].any()
 
 
-def weighted(params: Any, x: torch.Tensor) -> torch.Tensor:
+def sum_squares(params: Any, x: torch.Tensor) -> torch.Tensor:
     """A sum of squares, so that the gradient shows the values that the loss saw."""
     return sum([(leaf.to(torch.float64) ** 2).sum() for leaf in tree.tensors(params)], torch.zeros(())) * x.mean()
 
 
 def train(precision: Any, params: Any, stage: int, mesh: Any, batch: Any, **options: Any) -> Any:
-    backend, loss, axis = options.pop("backend", None), options.pop("loss", weighted), options.pop("axis", None)
+    backend, loss, axis = options.pop("backend", None), options.pop("loss", sum_squares), options.pop("axis", None)
     step = fzero.shard(step_of(OPT, loss, precision=precision, **options), stage=stage, mesh=mesh, axis=axis)
     state = step.init(params, OPT)
     run = fzero.jit(step, backend=backend) if backend else step
@@ -91,20 +91,20 @@ def test_the_loss_sees_rounded_parameters_at_every_stage(params, codec, stage, n
     """The value, and the gradient at the rounded parameters, are those of a program that rounds each leaf."""
     params = tree.map(lambda x: x.to(torch.float32), params)
     precision = fzero.Precision(torch.float32, gather=codec)
-    loss = weighted if gather else lambda p, x: weighted(fzero.gather(p), x)
+    loss = sum_squares if gather else lambda p, x: sum_squares(fzero.gather(p), x)
     mesh = fzero.mesh(simulate="lockstep" if lockstep else "vmap", dp=n)
     backend = "fx" if jit and not lockstep else None
     options: Any = {"loss": loss, "gather": gather, "micro_batches": k, "backend": backend}
     new, value = train(precision, params, stage, mesh, torch.ones(n * k), **options)
     rounded = tree.map(codec.round, params)
-    assert_trees_close(value, weighted(rounded, torch.ones(())), rtol=1e-6)
+    assert_trees_close(value, sum_squares(rounded, torch.ones(())), rtol=1e-6)
     assert_trees_close(new, tree.map(lambda p, r: p - 2 * r, params, rounded), rtol=1e-5)
 
 
 def test_an_unsharded_program_rounds_by_the_policys_codec():
     params = {"w": torch.randn(33), "b": torch.randn(3).to(torch.float64)}
     for precision, others in [(fzero.Precision(torch.float32, gather=INT4), torch.float64), (None, None)]:
-        grads = fzero.value_and_grad(weighted, precision=precision)(
+        grads = fzero.value_and_grad(sum_squares, precision=precision)(
             {"w": params["w"]} if others else params, torch.ones(1)
         )[1]
         assert torch.equal(grads["w"], 2 * (INT4.round(params["w"]) if others else params["w"]))
@@ -116,7 +116,7 @@ def test_leaves_in_full_precision_are_sent_as_they_are():
     opt = optim.master_weights(optim.sgd(1.0), precision)
     params = {"w": torch.randn(64), "n": torch.randn(64)}
     mesh = fzero.mesh(dp=2)
-    step = fzero.shard(step_of(opt, weighted, precision=precision), stage=3, mesh=mesh)
+    step = fzero.shard(step_of(opt, sum_squares, precision=precision), stage=3, mesh=mesh)
     state = step.init(params, opt)
     with fzero.collectives.record() as log:
         *state, _ = step(*state, mesh.split(torch.ones(2)))
@@ -145,7 +145,7 @@ def values_like(params: Any, n: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn((n, *p.shape), generator=g) for p in tree.tensors(params)]
 
 
-def summed(codec: Codec, xs: torch.Tensor) -> torch.Tensor:
+def sum_by_codec(codec: Codec, xs: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' values `[n, *shape]` by a codec, written out: one scale for a block of all ranks."""
     largest = codec.code_kind.largest
     blocks = codec.to_blocks(xs.reshape(len(xs), -1))
@@ -176,7 +176,7 @@ def test_coded_sums_equal_sums_of_decoded_values_bit_for_bit(params, codec, stag
     zeros = tree.map(torch.zeros_like, params)
     options: Any = {"loss": products, "reduce": "sum", "backend": "fx" if jit and not lockstep else None}
     new, _ = train(precision, zeros, stage, mesh, batch, **options)
-    expected = [-(y[0] if n == 1 else summed(codec, y)) for y in batch]
+    expected = [-(y[0] if n == 1 else sum_by_codec(codec, y)) for y in batch]
     assert_trees_close(tree.tensors(new), expected, rtol=0.0)
 
 
@@ -245,7 +245,7 @@ def test_copies_along_a_replica_axis_are_added_as_they_are():
     step = fzero.shard(step_of(OPT, products, precision=precision, reduce="sum"), stage=3, mesh=mesh, over="shard")
     state = step.init(params, OPT)
     *state, _ = step(*state, mesh.split(batch))
-    parts = [summed(INT8, batch[0][i : i + 2]) for i in (0, 2)]
+    parts = [sum_by_codec(INT8, batch[0][i : i + 2]) for i in (0, 2)]
     assert_trees_close(step.gather(state[0])["w"], params["w"] - (parts[0] + parts[1]), rtol=1e-6)
 
 
@@ -272,7 +272,9 @@ def test_parts_along_another_axis_are_summed_by_codes_at_every_stage(simulate):
         state = step.init(params, OPT)
         *state, _ = step(*state, mesh.split(batch))
         new.append(step.gather(state[0]))
-    expected = torch.stack([summed(INT8, batch["w"][[e, e + 2]]) for e in (0, 1)])  # rank (d, e) has sample 2 d + e
+    expected = torch.stack(
+        [sum_by_codec(INT8, batch["w"][[e, e + 2]]) for e in (0, 1)]
+    )  # rank (d, e) has sample 2 d + e
     for tree_ in new:
         assert_trees_close(tree_["experts"]["w"], -expected, rtol=0.0)
         assert_trees_close(tree_["c"], new[0]["c"], rtol=1e-6)
@@ -315,7 +317,7 @@ def test_second_derivatives_with_codecs_are_exact(stage):
     step = fzero.shard(train_step, stage=stage, mesh=fzero.mesh(dp=4))
     new = step.gather(step(step.partition(params), step.mesh.split(x)))
     rounded = INT8.round(params["w"])
-    of_cubes = summed(INT8, 3 * rounded**2 * x / 4)
+    of_cubes = sum_by_codec(INT8, 3 * rounded**2 * x / 4)
     assert_trees_close(new["w"], params["w"] + 2 * of_cubes * 6 * rounded * x.mean(0), rtol=1e-5)
 
 

@@ -44,7 +44,7 @@ CONFIGS = {
 }
 
 
-def exported(system: str, config: Configuration, model: str | None = None) -> Export:
+def export_text(system: str, config: Configuration, model: str | None = None) -> Export:
     model = model or ("mixtral-8x7b" if config.ep > 1 else "llama-3-8b")
     row = TableRow(config, {}, {}, 1.0, 0.0, 0.0, True, {})
     shape = PRESETS[model]
@@ -61,7 +61,7 @@ def config(request):
 
 
 def test_deepspeed_reads_the_exported_file(config, monkeypatch):
-    read = json.loads(exported("deepspeed", config).text)
+    read = json.loads(export_text("deepspeed", config).text)
     lists = FIELDS["deepspeed"]
     assert {*read} <= {*lists["config"]} and read["zero_optimization"]["stage"] == config.stage
     for name in ("zero_optimization", "tensor_parallel", "expert_parallel"):
@@ -87,7 +87,7 @@ def test_deepspeed_reads_the_exported_file(config, monkeypatch):
 def test_accelerates_launcher_reads_the_exported_file(config, tmp_path, monkeypatch):
     if config.pp > 1:
         with pytest.raises(ValueError, match="pp=2: accelerate trains no pipeline: export a row without one"):
-            exported("accelerate", config)
+            export_text("accelerate", config)
         return
     from accelerate.commands import launch
     from accelerate.parallelism_config import ParallelismConfig
@@ -95,7 +95,7 @@ def test_accelerates_launcher_reads_the_exported_file(config, tmp_path, monkeypa
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     path = tmp_path / "accelerate.yaml"
-    path.write_text(exported("accelerate", config).text)
+    path.write_text(export_text("accelerate", config).text)
     args = launch.launch_command_parser().parse_args(["--config_file", str(path), "--main_process_ip=a", "train.py"])
     args, *_ = launch._validate_launch_command(args)
     assert args.num_processes == config.world and args.num_machines == 2
@@ -181,7 +181,7 @@ def test_an_fsdp2_script_with_a_plan_trains_as_without(tmp_path):
     ways |= {"whole": {"stage": 1, "micro_batch": 4, "accumulation": 1}, "offload": {"offload": 1.0}}
     ways |= {"tp": {"ranks": 1, "tp": 2, "accumulation": 8, "stage": 2}}
     for name, changes in ways.items():
-        text = exported("fsdp2", dataclasses.replace(base, **changes)).text
+        text = export_text("fsdp2", dataclasses.replace(base, **changes)).text
         (tmp_path / f"plan_{name}.py").write_text(text)
     (tmp_path / "train.py").write_text(FSDP2)
     done = world(2, "train.py", cwd=tmp_path)
@@ -190,7 +190,7 @@ def test_an_fsdp2_script_with_a_plan_trains_as_without(tmp_path):
 
 
 def test_an_export_to_fsdp2_sets_the_stage_and_the_dtypes(config):
-    text = exported("fsdp2", config).text
+    text = export_text("fsdp2", config).text
     compile(text, "fsdp2_plan.py", "exec")
     reshards = config.axes["dp"] if config.host > 1 else config.stage == 3
     assert f'"reshard_after_forward": {reshards},' in text and f"param_dtype=torch.{config.precision}" in text
@@ -246,7 +246,7 @@ def torchtitan(monkeypatch):
 
 def test_torchtitan_knows_every_exported_field(config, torchtitan):
     names: dict = {"config": torchtitan}
-    exec(exported("torchtitan", config).text, names)
+    exec(export_text("torchtitan", config).text, names)
     done = names["apply_plan"](torchtitan) if config.ep > 1 else names["planned"]()
     training, ranks = done.training, done.parallelism
     assert training.num_tokens_per_train_step == config.global_batch * 8192
@@ -271,7 +271,7 @@ def test_torchtitan_knows_every_exported_field(config, torchtitan):
 def test_torchtitan_reads_the_exported_file(config, tmp_path, monkeypatch):
     from torchtitan.config import ConfigManager
 
-    text = exported("torchtitan", config).text
+    text = export_text("torchtitan", config).text
     if config.ep > 1:
         text += "from torchtitan.models.qwen3.config_registry import qwen3_30b_a3b\n"
         text += "def planned(): return apply_plan(qwen3_30b_a3b())\n"
@@ -296,7 +296,7 @@ def test_megatron_knows_every_exported_flag(config, model):
         kind = {"int": int, "float": float}.get(spec.get("type", ""), str)
         more = {"action": "store_true"} if spec.get("nargs") == 0 else {"type": kind, "nargs": spec.get("nargs")}
         parser.add_argument(flag, **more, **({"choices": spec["choices"]} if "choices" in spec else {}))
-    args = parser.parse_args(words_of(exported("megatron", config, model)))
+    args = parser.parse_args(words_of(export_text("megatron", config, model)))
     assert (args.micro_batch_size, args.global_batch_size) == (config.micro_batch, config.global_batch)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (config.tp, config.pp)
     assert (args.expert_model_parallel_size or 1, args.context_parallel_size or 1) == (config.ep, config.cp)
@@ -320,7 +320,7 @@ def test_megatron_parses_the_exported_flags(config, monkeypatch):
     arguments = importlib.import_module("megatron.training.arguments")
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
-    export = exported("megatron", config)
+    export = export_text("megatron", config)
     monkeypatch.setenv("WORLD_SIZE", str(config.world))
     if "CUDA_DEVICE_MAX_CONNECTIONS=1" in export.text:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -351,27 +351,27 @@ SAID = {
 
 @pytest.mark.parametrize("system", EXPORTS)
 def test_an_export_lists_options_that_the_system_lacks(system):
-    results = [exported(system, config) for config in CONFIGS.values() if (system, config.pp) != ("accelerate", 2)]
+    results = [export_text(system, config) for config in CONFIGS.values() if (system, config.pp) != ("accelerate", 2)]
     said = "\n".join([line for export in results for line in export.differences])
     assert [word for word in SAID[system] if word not in said] == []
     for export in results:
         assert system == "deepspeed" or all(f"# {line}\n" in export.text for line in export.differences)
         assert export.system.split()[0].lower().startswith(system[:4])
-    sums = [exported("accelerate", CONFIGS[name]).text for name in ("stage 3", "stage 0")]
+    sums = [export_text("accelerate", CONFIGS[name]).text for name in ("stage 3", "stage 0")]
     assert ["sync_each_batch=True" in text for text in sums] == [True, False]
 
 
 @pytest.mark.parametrize("system", EXPORTS)
 def test_exports_list_quantised_messages_and_states_as_differences(system):
     config = dataclasses.replace(USUAL, gather="int8", reduce="int4", moments="int8", float8="rowwise")
-    lines = " ".join(exported(system, config).differences)
+    lines = " ".join(export_text(system, config).differences)
     assert all(f"{name}: " in lines for name in ("gather int8", "reduce int4", "moments int8", "float8 rowwise"))
-    assert "moments" not in " ".join(exported(system, USUAL).differences)
+    assert "moments" not in " ".join(export_text(system, USUAL).differences)
 
 
 @pytest.mark.parametrize("system", EXPORTS)
 def test_an_export_notes_that_planned_seconds_are_of_compiled_code(system):
-    plain, compiled = (exported(system, dataclasses.replace(USUAL, compiled=x)).differences for x in (False, True))
+    plain, compiled = (export_text(system, dataclasses.replace(USUAL, compiled=x)).differences for x in (False, True))
     assert [x for x in compiled if x not in plain] == [
         "compiled: the seconds are those of compiled code, which the system must be told to run."
     ]

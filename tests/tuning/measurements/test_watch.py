@@ -20,7 +20,7 @@ def watch(*args: Any, **asked: Any) -> Any:
     return fzero.tuning.watch(*args, **{"print_fn": None, **asked})
 
 
-def trained(**asked: Any) -> tuple[tuple[Any, ...], Any]:
+def make_trained(**asked: Any) -> tuple[tuple[Any, ...], Any]:
     """Make a jitted step on two simulated ranks, and its arguments; its loss function wastes what it is asked to."""
     opt = optim.adam(1e-3)
 
@@ -53,8 +53,8 @@ def run(watched: Any, args: tuple[Any, ...], calls: int) -> list[float]:
 
 def test_a_watched_step_has_the_planned_peak_and_unchanged_results():
     said: list[str] = []
-    args, watched = trained(print_fn=said.append, every=3)
-    again, plain = trained()
+    args, watched = make_trained(print_fn=said.append, every=3)
+    again, plain = make_trained()
     assert run(watched, args, 5) == run(plain.step, again, 5)
     assert watched.stage == 3 and watched.traces == 1 and "WatchedStep(Jitted(" in repr(watched)
     assert watched.last.step == 3 and not watched.last.has_compilation and watched.last.plan == watched.plans()[0]
@@ -65,7 +65,7 @@ def test_a_watched_step_has_the_planned_peak_and_unchanged_results():
 def test_watch_logs_each_call_once_in_order(tmp_path):
     rows: list[Any] = []
     path = tmp_path / "watch.jsonl"
-    args, watched = trained(every=4, first=100)
+    args, watched = make_trained(every=4, first=100)
     watched = watch(watched.step, rows.extend, fzero.observe.jsonl(path), every=4, first=100)
     with watched:
         run(watched, args, 7)
@@ -79,26 +79,26 @@ def test_watch_logs_each_call_once_in_order(tmp_path):
 
 
 def test_a_call_of_other_shapes_has_its_own_plan():
-    args, watched = trained(every=1)
+    args, watched = make_trained(every=1)
     run(watched, args, 3)
     watched.flush()
     assert watched.last.step == 2
-    wide = (*trained()[0][:2], watched.mesh.split(torch.randn(256, 64)))
+    wide = (*make_trained()[0][:2], watched.mesh.split(torch.randn(256, 64)))
     run(watched, wide, 2)
     watched.flush()
     assert watched.traces == 2 and watched.last.step == 4
     small, large = watched.plans()
     assert watched.last.plan is large and large.peak_bytes > small.peak_bytes
-    run(watched, trained()[0], 1)
+    run(watched, make_trained()[0], 1)
     watched.flush()
     assert watched.last.plan is small  # the first one's, again
 
 
 def test_a_step_that_was_compiled_before_is_measured_at_once():
-    args, plain = trained()
+    args, plain = make_trained()
     run(plain.step, args, 1)
     watched = watch(plain.step)
-    run(watched, trained()[0], 1)
+    run(watched, make_trained()[0], 1)
     watched.flush()
     assert watched.last.step == 0 and not watched.last.has_compilation
 
@@ -124,10 +124,10 @@ def test_watch_reports_memory_outside_of_the_graph():
 
 
 def test_planned_seconds_are_those_of_the_machine_that_is_named():
-    args, watched = trained(machine=CPU)
+    args, watched = make_trained(machine=CPU)
     run(watched, args, 3)
     slow = watch(watched.step, machine=replace(CPU, flops=1e5, memory_bandwidth=1e6))
-    run(slow, trained()[0], 3)
+    run(slow, make_trained()[0], 3)
     assert watched.last.plan.seconds == watched.plans(CPU.as_hardware())[0].seconds
     assert slow.last.plan.seconds > 100 * watched.last.plan.seconds
     assert "time/planned" in slow.last.scalars() and f"(plan {slow.last.plan.seconds:,.2f} s)" in str(slow.last)

@@ -72,7 +72,8 @@ class Planner:
 
     def __init__(self, data: Any) -> None:
         self.rows = {
-            c: TableRow(c, {"parameters": held}, {}, seconds, 0.0, 1.0, True, {}) for c, held, seconds in drawn(data)
+            c: TableRow(c, {"parameters": held}, {}, seconds, 0.0, 1.0, True, {})
+            for c, held, seconds in draw_costs(data)
         }
         self.started: list[Configuration] = []
         factors = data.draw(st.lists(st.floats(0.3, 1.0), min_size=len(self.rows), max_size=len(self.rows)))
@@ -88,7 +89,7 @@ class Planner:
         return future
 
 
-def drawn(data: Any) -> list[tuple[Configuration, float, float]]:
+def draw_costs(data: Any) -> list[tuple[Configuration, float, float]]:
     """Draw the bytes and the seconds of each configuration; one that surely holds no less has no fewer bytes."""
 
     def held(c: Configuration) -> float:

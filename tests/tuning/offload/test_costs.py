@@ -15,7 +15,7 @@ from fzero.graph.planning._plan import _Transfer
 from fzero.tuning.offload._offload_costs import _ROWS
 from tests.helpers import cases, either
 from tests.tuning.helpers import machines
-from tests.tuning.steps import maker, planned
+from tests.tuning.steps import maker, plan_step
 
 
 def opt_13b() -> tuning.OffloadCosts:
@@ -177,22 +177,22 @@ def test_the_offload_work_of_a_plan_equals_the_formulas():
 @pytest.mark.slow
 @pytest.mark.parametrize("stage,clip", cases([(3, True)], [(2, False)]))
 def test_between_its_ends_a_plans_peak_lies_on_a_line(stage, clip):
-    work = tuning.planned_work(lambda r: planned(r, stage, clip))
+    work = tuning.planned_work(lambda r: plan_step(r, stage, clip))
     machine = replace(tuning.H100, device_bytes=sum(work.device_bytes) / 2)
     costs = tuning.offload_costs(work, machine)
     for ratio in either((0.4,), (0.2, 0.4, 0.6)):
-        assert planned(ratio, stage, clip).peak_bytes == pytest.approx(costs.device_bytes(ratio), rel=0.03)
-    result = tuning.offload_ratio(lambda r: planned(r, stage, clip), machine.device_bytes, parts=100)
+        assert plan_step(ratio, stage, clip).peak_bytes == pytest.approx(costs.device_bytes(ratio), rel=0.03)
+    result = tuning.offload_ratio(lambda r: plan_step(r, stage, clip), machine.device_bytes, parts=100)
     assert costs.first_fit == pytest.approx(result.ratio, abs=0.1)
 
 
 def test_offloaded_activations_are_not_counted_as_updates():
     def with_others(ratio: float) -> fzero.graph.Plan:
-        plan = planned(ratio)
+        plan = plan_step(ratio)
         moves = [_Transfer(0, kind, 1000, 3) for kind in ("to_host", "to_device")]
         return replace(plan, transfers=(*plan.transfers, *moves))
 
-    mine, expected = tuning.planned_work(with_others), tuning.planned_work(planned)
+    mine, expected = tuning.planned_work(with_others), tuning.planned_work(plan_step)
     assert (mine.down_bytes, mine.up_bytes) == (expected.down_bytes, expected.up_bytes)
 
 
@@ -258,12 +258,12 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "stage 0": (lambda: tuning.model_work(1, ranks=8, tokens=1, stage=0), ValueError, r"stage=0: expected 1, 2 or 3"),
     "no offload": (
-        lambda: tuning.planned_work(lambda r: planned(0.0)),
+        lambda: tuning.planned_work(lambda r: plan_step(0.0)),
         ValueError,
         r"make_step: its plan at ratio 1 holds no more state on the host than .* ratio 0: does it pass .* has a state",
     ),
     "updates on the device": (
-        lambda: tuning.planned_work(lambda r: planned(r, update_on="device")),
+        lambda: tuning.planned_work(lambda r: plan_step(r, update_on="device")),
         ValueError,
         r'make_step: its step updates on the device: use update_on="host", from which both costs follow',
     ),

@@ -16,7 +16,7 @@ from fzero.tuning import CPU, H100, Configuration, SkippedConfiguration, TableRo
 from fzero.tuning._search_space import REMATS, TuneOptions, make_search_space
 from fzero.tuning.search import _plan_workers, _row_cache, _search, search_rows, sort_results
 from tests.helpers import examples
-from tests.tuning.spaces import planned
+from tests.tuning.spaces import plan_once
 
 SPACE = make_search_space(TuneOptions(4, 64, (0, 1, 2, 3), (1, 4), REMATS, ("bfloat16", "float32"), (0.0, 1.0)))
 
@@ -154,7 +154,7 @@ class Counted:
 
     def __call__(self, config: Configuration) -> Any:
         self.made.append(config)
-        return planned(config)
+        return plan_once(config)
 
 
 ASKED: dict[str, Any] = {"world_size": 4, "global_batch": 256, "micro_batches": (8,), "stages": (2, 3), "memory": 1e12}
@@ -215,7 +215,7 @@ def test_a_cached_row_does_not_depend_on_the_memory_budget():
 def test_a_step_without_a_cache_key_is_planned_each_time(cache):
     made: list[Any] = []
     for _ in range(2):
-        fzero.tune(lambda c: made.append(c) or planned(c), **ASKED, machine=CPU, remat=(False,))
+        fzero.tune(lambda c: made.append(c) or plan_once(c), **ASKED, machine=CPU, remat=(False,))
     assert len(made) == 4 and not (cache / "fzero").exists()
 
 
