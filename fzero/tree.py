@@ -270,19 +270,20 @@ def structure_error(
     """Return an error that names the first difference of two trees: in structure, or in sharding a `LayoutError`."""
     paths, leaves, structure = flatten_with_paths(tree, is_box)
     other_paths, other_leaves, other_structure = flatten_with_paths(other, is_box)
-    first, second = dict(zip(paths, leaves, strict=True)), dict(zip(other_paths, other_leaves, strict=True))
-    for path, x in first.items():
-        if path not in second:
+    leaves_by_path = dict(zip(paths, leaves, strict=True))
+    other_leaves_by_path = dict(zip(other_paths, other_leaves, strict=True))
+    for path, x in leaves_by_path.items():
+        if path not in other_leaves_by_path:
             return ValueError(
                 f"trees differ in structure: {names[0]} has leaf {path!r} ({show(x)}), and {names[1]} has not"
             )
-    for path, y in second.items():
-        if path not in first:
+    for path, y in other_leaves_by_path.items():
+        if path not in leaves_by_path:
             return ValueError(
                 f"trees differ in structure: {names[1]} has leaf {path!r} ({show(y)}), and {names[0]} has not"
             )
-    for path, x in first.items():
-        y = second[path]
+    for path, x in leaves_by_path.items():
+        y = other_leaves_by_path[path]
         if is_box(x) != is_box(y) or (is_leaf is None and is_box(x) and show(x) != show(y)):
             a, b = [repr(v) if is_box(v) else show(v) for v in (x, y)]
             if a == b:  # they differ in what a repr leaves out
@@ -333,10 +334,10 @@ def not_a_tensor(label: str, path: str, x: Any) -> str:
 
 def leaf_name(label: str, path: str) -> str:
     """Return the name of a leaf for messages: `leaf_name("result", "2.acc")` is `"result 2, leaf 'acc'"`."""
-    first, _, rest = path.partition(".")
-    if not first.isdigit() or label not in ("argument", "result"):
+    first_key, _, inner_path = path.partition(".")
+    if not first_key.isdigit() or label not in ("argument", "result"):
         return f"{label} leaf {path!r}" if path else label
-    return f"{label} {first}" + (f", leaf {rest!r}" if rest else "")
+    return f"{label} {first_key}" + (f", leaf {inner_path!r}" if inner_path else "")
 
 
 _FOREIGN_NAMES = {  # names of other libraries

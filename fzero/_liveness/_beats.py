@@ -242,13 +242,13 @@ class _Heartbeat:
         """Read what the rank says. Return whether it can still say something."""
         data = os.read(0, 65536).decode(errors="replace")
         for line in data.splitlines():
-            word, _, rest = line.partition(" ")
+            word, _, remaining_text = line.partition(" ")
             if word == "broken":
-                self.process.broken = self.process.broken or rest
+                self.process.broken = self.process.broken or remaining_text
             elif word == "raised":
                 self.raised = True
             elif word == "bye":
-                self.process.end, self.process.reason = "failed" if rest else "ended", rest
+                self.process.end, self.process.reason = "failed" if remaining_text else "ended", remaining_text
         if not data and not self.process.end:
             self.process.end = "died"
         return bool(data)

@@ -117,10 +117,10 @@ class ProcessMonitor:
 
     def _silent_links(self, sockets: Mapping[int, _TcpConnection], now: float) -> dict[Link, float]:
         """Return the connections with data under way, and for how long nobody has acknowledged any of it."""
-        before, self._acknowledged = self._acknowledged, {}
+        acknowledged_before, self._acknowledged = self._acknowledged, {}
         for inode, tcp in sockets.items():
             if tcp.is_sending:
-                size, since = before.get(inode, (-1, now))
+                size, since = acknowledged_before.get(inode, (-1, now))
                 self._acknowledged[inode] = (tcp.acknowledged, since if size == tcp.acknowledged else now)
         return {sockets[inode].link: now - since for inode, (_, since) in self._acknowledged.items()}
 
@@ -203,12 +203,12 @@ def _netlink_messages(s: socket.socket) -> Iterator[bytes]:
 def _read_connection(message: bytes) -> tuple[int, _TcpConnection]:
     """Read a message of the kernel: `struct inet_diag_msg`, then attributes, of which one is `struct tcp_info`."""
     timer, unsent, inode = message[2], *struct.unpack_from("=I4xI", message, 60)
-    acknowledged, received, rest = 0, 0, message[72:]
-    while len(rest) >= 4:
-        length, kind = struct.unpack_from("=HH", rest)
+    acknowledged, received, attributes = 0, 0, message[72:]
+    while len(attributes) >= 4:
+        length, kind = struct.unpack_from("=HH", attributes)
         if kind == _DIAG_INFO and length >= 4 + 136:
-            acknowledged, received = struct.unpack_from("=QQ", rest, 4 + 120)
-        rest = rest[(max(length, 4) + 3) & ~3 :]
+            acknowledged, received = struct.unpack_from("=QQ", attributes, 4 + 120)
+        attributes = attributes[(max(length, 4) + 3) & ~3 :]
     ports, (source, destination) = struct.unpack_from("!HH", message, 4), (message[8:24], message[24:40])
     link = Link(_format_address(message[0], source), ports[0], _format_address(message[0], destination), ports[1])
     return inode, _TcpConnection(unsent > 0 and timer != _PROBE_TIMER, acknowledged + received, acknowledged, link)

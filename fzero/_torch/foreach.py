@@ -95,12 +95,12 @@ def _group_rows(rows: Mapping[Any, Sequence[Any]]) -> Iterator[list[Any]]:
 
 def _group_key(row: Sequence[Any]) -> Any:
     """Return the common key of the rows of a group, or None for a row that is computed alone."""
-    first, tensors = row[0], [x for x in row if isinstance(x, torch.Tensor)]
-    if not is_accelerator(first.device) or not first.is_floating_point():
+    first_leaf, tensors = row[0], [x for x in row if isinstance(x, torch.Tensor)]
+    if not is_accelerator(first_leaf.device) or not first_leaf.is_floating_point():
         return None
     for x in tensors:
         if type(x) is not torch.Tensor or not x.is_contiguous():
             return None
-        if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
+        if (x.shape, x.dtype, x.device) != (first_leaf.shape, first_leaf.dtype, first_leaf.device):
             return None
-    return first.dtype, first.device, tuple([None if isinstance(x, torch.Tensor) else x for x in row])
+    return first_leaf.dtype, first_leaf.device, tuple([None if isinstance(x, torch.Tensor) else x for x in row])

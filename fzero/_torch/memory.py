@@ -58,8 +58,8 @@ def find_buffers(tensors: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
 
 def _find_buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buffer | None:
     """Return the order of the members if they fill one memory without gaps, so that one tensor can stand for all."""
-    first = tensors[members[0]]
-    is_plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first.dtype for i in members)
+    first_member = tensors[members[0]]
+    is_plain = all(tensors[i].is_contiguous() and tensors[i].dtype == first_member.dtype for i in members)
     if not is_plain or any(tensors[i].is_conj() or tensors[i].is_neg() for i in members):
         return None
     # an empty tensor comes before a tensor that begins at the same offset
@@ -71,7 +71,7 @@ def _find_buffer(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> Buf
             return None
         offsets.append(end)
         end += tensors[i].numel()
-    fills = end * first.element_size() == first.untyped_storage().nbytes()
+    fills = end * first_member.element_size() == first_member.untyped_storage().nbytes()
     return Buffer(tuple(order), tuple(offsets), end) if fills else None
 
 

@@ -46,11 +46,11 @@ def set_deciding() -> Iterator[None]:
 @contextmanager
 def set_fused(on: bool) -> Iterator[None]:
     """Say whether a compiler fuses the operations that this context traces."""
-    before, _FUSED.on = _FUSED.on, on
+    was_on, _FUSED.on = _FUSED.on, on
     try:
         yield
     finally:
-        _FUSED.on = before
+        _FUSED.on = was_on
 
 
 def is_fused() -> bool:

@@ -86,7 +86,7 @@ def _saved_tensor_hooks() -> Any:
 @contextmanager
 def _with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Replace the thread's function modes by these in this context."""
-    before = [overrides._pop_mode() for _ in _function_modes()]
+    popped_modes = [overrides._pop_mode() for _ in _function_modes()]
     for mode in modes:
         overrides._push_mode(mode)
     try:
@@ -94,19 +94,19 @@ def _with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     finally:
         for _ in _function_modes():
             overrides._pop_mode()
-        for mode in reversed(before):
+        for mode in reversed(popped_modes):
             overrides._push_mode(mode)
 
 
 @contextmanager
 def _with_operation_modes(modes: Sequence[Any]) -> Iterator[None]:
-    before = len(_operation_modes())
+    mode_count = len(_operation_modes())
     for mode in modes:
         _python_dispatch._push_mode(mode)
     try:
         yield
     finally:
-        for _ in _operation_modes()[before:]:
+        for _ in _operation_modes()[mode_count:]:
             _python_dispatch._pop_mode()
 
 
@@ -128,9 +128,9 @@ def _with_saved_tensor_hooks(hooks: Any, refusal: str | None) -> Iterator[None]:
 @contextmanager
 def _with_default_device(context: Any) -> Iterator[None]:
     """Set the thread's record of `torch.set_default_device`. Its mode is one of the function modes."""
-    before = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    previous_context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     torch._GLOBAL_DEVICE_CONTEXT.device_context = context
     try:
         yield
     finally:
-        torch._GLOBAL_DEVICE_CONTEXT.device_context = before
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = previous_context

@@ -148,12 +148,12 @@ def _fake_mode(stand_ins: Sequence[torch.Tensor]) -> FakeTensorMode:
 @contextmanager
 def set_compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` true, as torch.export does. Models check it before they read values."""
-    before = torch.compiler._is_compiling_flag
+    was_compiling = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        torch.compiler._is_compiling_flag = was_compiling
 
 
 class DataDependentError(RuntimeError):

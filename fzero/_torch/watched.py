@@ -87,9 +87,9 @@ def without_watchers() -> Iterator[None]:
 @contextmanager
 def record_node_lines() -> Iterator[None]:
     """Make autograd record the source line of each node that is made in this context."""
-    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    anomaly_settings = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.set_anomaly_enabled(True, check_nan=False)
     try:
         yield
     finally:
-        torch.set_anomaly_enabled(*before)
+        torch.set_anomaly_enabled(*anomaly_settings)

@@ -55,13 +55,13 @@ class _ReplicatedIdentity(torch.autograd.Function):
         if not is_lockstep(group):
             return x.view_as(x)
 
-        def first(ranks: Sequence[Sequence[torch.Tensor]], _: bool) -> list[torch.Tensor]:
+        def take_first(ranks: Sequence[Sequence[torch.Tensor]], _: bool) -> list[torch.Tensor]:
             if message and not all(are_equal(ranks[0][0], x_r) for (x_r,) in ranks):
                 raise DiffersByRankError(message)
             return [ranks[0][0].clone() for _ in ranks]  # equal or not, all ranks continue with rank 0's value
 
         name = "a check that a value is replicated" if message else "assume_replicated"
-        return rendezvous(group, int(token), name, [x], first)
+        return rendezvous(group, int(token), name, [x], take_first)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

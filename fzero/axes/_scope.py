@@ -216,11 +216,11 @@ def current_rules() -> LayoutRules:
 
 def call_in_micro_batch(index: int | torch.Tensor, f: Callable[..., Any], *args: Any) -> Any:
     """Call `f(*args)` as the loss function of a step's micro-batch `index`."""
-    first = isinstance(index, int) and not index
-    if not SCOPES.stack and first:
+    is_first = isinstance(index, int) and not index
+    if not SCOPES.stack and is_first:
         return f(*args)
     scope = SCOPES.stack[-1] if SCOPES.stack else _NO_AXES
-    return call_in_scope(scope._replace(micro_batch=scope.micro_batch if first else index, in_loss=True), f, *args)
+    return call_in_scope(scope._replace(micro_batch=scope.micro_batch if is_first else index, in_loss=True), f, *args)
 
 
 def varying_axes(storage: int) -> tuple[str, ...]:

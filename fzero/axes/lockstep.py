@@ -169,10 +169,10 @@ def _make_axes(
     run: LockstepRun, groups: dict[str, RankGroup], number: int, shape: Sequence[tuple[str, int]], rank: int
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
     """Return a rank's axes, and an axis for each combination of several axes of the mesh."""
-    rest = rank
+    remaining_rank = rank
     coordinates: list[int] = []
     for _, size in reversed(shape):
-        rest, i = divmod(rest, size)
+        remaining_rank, i = divmod(remaining_rank, size)
         coordinates.insert(0, i)
     single, joint = [], []
     for k in range(1, len(shape) + 1):

@@ -194,10 +194,10 @@ def _run_verify(args: Any) -> int:
 
 def _run_diff(args: Any) -> int:
     """Print the leaves that differ between two checkpoints, and return 1 if there are any."""
-    first, second = _check_one_checkpoint(args.a), _check_one_checkpoint(args.b)
+    checkpoint_a, checkpoint_b = _check_one_checkpoint(args.a), _check_one_checkpoint(args.b)
     table = _new_table("path", "a", "b", "elements that differ", "largest difference")
     with _progress_bar("diff") as progress:
-        for d in differences(first, second, progress):
+        for d in differences(checkpoint_a, checkpoint_b, progress):
             count = "" if d.count is None else f"{d.count:,}"
             largest = "" if d.largest is None else f"{d.largest:.6g}"
             table.add_row(*[Text(x) for x in (d.path, d.one or "missing", d.other or "missing", count, largest)])

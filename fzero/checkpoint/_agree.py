@@ -55,10 +55,10 @@ def all_or_none(task: str, run: Callable[[], _T], mesh: Mesh | None) -> _T:
 def _raise_together(task: str, error: BaseException | None, kinds: list[int], mesh: Mesh) -> None:
     """Raise the first error of the worst kind on ranks without an error of that kind. A `DamagedError` is milder."""
     texts = all_gather_texts("" if error is None else _error_line(error), mesh)
-    first = kinds.index(max(kinds))
+    failed_rank = kinds.index(max(kinds))
     if error is None or kinds[mesh.rank] < max(kinds):
         kind = DamagedError if max(kinds) == 1 else CheckpointError
-        raise kind(f"{task}: rank {first} failed: {texts[first]}") from error
+        raise kind(f"{task}: rank {failed_rank} failed: {texts[failed_rank]}") from error
 
 
 def check_same_on_ranks(task: str, text: bytes, mesh: Mesh | None) -> None:
@@ -110,10 +110,11 @@ def agree(
     outliers = [r for r, numbers in enumerate(all_numbers) if numbers[0] != all_numbers[0][0]]
     if outliers:
         channel.publish("tree", text.decode())
-        first, other = [channel.wait_for("tree", r) for r in (0, outliers[0])]
+        reference, outlier_text = [channel.wait_for("tree", r) for r in (0, outliers[0])]
+        difference = _named_difference(reference, outlier_text, outliers[0])
         raise CheckpointError(
             f"{task}: rank {outliers[0]} has another tree, or another folder, than rank 0: "
-            f"{_named_difference(first, other, outliers[0]) or _first_difference(first, other)}"
+            f"{difference or _first_difference(reference, outlier_text)}"
         )
     return channel, result
 

@@ -233,12 +233,12 @@ def _reads_by_file(manifest: Manifest, local: LocalTree) -> dict[int, list[ReadR
     requests: dict[int, list[ReadRequest]] = {}
     visited: set[tuple[int, int, int]] = set()
     for rank in local.ranks:
-        for piece, x, first in local.local_pieces(rank):
-            if (piece.leaf, x.data_ptr(), first) in visited:
+        for piece, x, first_element in local.local_pieces(rank):
+            if (piece.leaf, x.data_ptr(), first_element) in visited:
                 continue
-            visited.add((piece.leaf, x.data_ptr(), first))
+            visited.add((piece.leaf, x.data_ptr(), first_element))
             leaf = manifest.layout.leaf_index[local.layout.leaves[piece.leaf].path]
-            for writer, request in read_requests(manifest, leaf, piece.range, x, first):
+            for writer, request in read_requests(manifest, leaf, piece.range, x, first_element):
                 requests.setdefault(writer, []).append(request)
     return requests
 
@@ -277,7 +277,7 @@ def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[R
     name, file, scratch = manifest.names[rank], manifest.files[rank], bytearray(PAGE_BYTES)
     batch = sorted(requests, key=lambda request: request.offset)
     while batch:
-        batch, rest = _split_overlapping(batch)
+        batch, later_requests = _split_overlapping(batch)
         for page, parts in _reads_by_page(batch):
             start, stop = page * PAGE_BYTES, min(page * PAGE_BYTES + PAGE_BYTES, file.size)
             views, finish = _page_buffers(parts, start, stop, memoryview(scratch))
@@ -289,18 +289,18 @@ def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[R
                 )
             for finish_read in finish:
                 finish_read()
-        batch = rest
+        batch = later_requests
 
 
 def _split_overlapping(requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[ReadRequest]]:
     """Split sorted reads into reads that do not overlap, and the rest. Untied leaves may read the same bytes."""
     batch = []
-    rest = []
+    later_requests = []
     end = 0
     for request in requests:
-        (batch if request.offset >= end else rest).append(request)
+        (batch if request.offset >= end else later_requests).append(request)
         end = max(end, request.offset + request.nbytes) if request.offset >= end else end
-    return batch, rest
+    return batch, later_requests
 
 
 def _reads_by_page(requests: Sequence[ReadRequest]) -> Iterator[tuple[int, list[ReadRequest]]]:

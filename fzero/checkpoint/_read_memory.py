@@ -46,10 +46,10 @@ def _share_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.is_contiguous() and y.is_contiguous():
         return True
     (a, stop), (b, end) = _byte_span(x), _byte_span(y)
-    first = min(a, b)
-    mask = torch.zeros(max(stop, end) - first, dtype=torch.bool, device="cpu")
-    _bytes_in(mask, x, a - first).fill_(True)
-    return bool(_bytes_in(mask, y, b - first).any())
+    shared_start = min(a, b)
+    mask = torch.zeros(max(stop, end) - shared_start, dtype=torch.bool, device="cpu")
+    _bytes_in(mask, x, a - shared_start).fill_(True)
+    return bool(_bytes_in(mask, y, b - shared_start).any())
 
 
 def _bytes_in(buffer: torch.Tensor, x: torch.Tensor, offset: int) -> torch.Tensor:

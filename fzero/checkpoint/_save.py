@@ -242,11 +242,11 @@ def _copy_to_staging(ranges: dict[int, list[_TensorRange]], staging: StagingBuff
     for rank, rows in ranges.items():
         copies[rank] = []
         for x, start, stop in rows:
-            first = offset
+            start_offset = offset
             for part in view_or_parts(x, start, stop):
                 buffer[offset : offset + part.nbytes].copy_(part.view(torch.uint8), non_blocking=True)
                 offset += part.nbytes
-            copies[rank].append((buffer, first, offset))
+            copies[rank].append((buffer, start_offset, offset))
     wait_for_device()  # for the copies to the host
     return copies
 
@@ -358,11 +358,11 @@ def _file_pages(head: bytes, ranges: Sequence[_TensorRange]) -> Iterator[list[me
             yield from byte_views(x, start, stop)
 
     for view in views():
-        rest = view
-        while len(rest):
-            page.append(rest[:space])
+        unread_view = view
+        while len(unread_view):
+            page.append(unread_view[:space])
             space -= len(page[-1])
-            rest = rest[len(page[-1]) :]
+            unread_view = unread_view[len(page[-1]) :]
             if not space:
                 yield page
                 page = []

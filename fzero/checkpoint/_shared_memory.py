@@ -218,11 +218,13 @@ class SharedMemory(LocalFolder):
             parse_manifest(data)
         except (OSError, CheckpointError):
             data = b""
-        first: dict[tuple[int, ...], int] = {}  # the length and checksum of each manifest -> the first rank that has it
+        first_ranks: dict[
+            tuple[int, ...], int
+        ] = {}  # the length and checksum of each manifest -> the first rank that has it
         for rank, numbers in enumerate(self.hosts.numbers([len(data), zlib.crc32(data)])):
             if numbers[0]:
-                first.setdefault(tuple(numbers), rank)
-        for rank in first.values():
+                first_ranks.setdefault(tuple(numbers), rank)
+        for rank in first_ranks.values():
             data_there = self.hosts.broadcast(data, rank)
             is_present = [any(x) for x in zip(*self._files_of_ranks(parse_manifest(data_there)), strict=True)]
             if all(is_present):

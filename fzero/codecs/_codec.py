@@ -187,10 +187,10 @@ class Codec:
 
     def to_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[.., numel]` as blocks `[.., n, block]`: a view, or a copy with zeros after the last element."""
-        rest = -x.shape[-1] % self.block
-        if rest:
+        missing_numel = -x.shape[-1] % self.block
+        if missing_numel:
             # a copy of bytes: not every dtype can be padded
-            padding = torch.zeros((*x.shape[:-1], rest), dtype=x.dtype, device=x.device)
+            padding = torch.zeros((*x.shape[:-1], missing_numel), dtype=x.dtype, device=x.device)
             x = torch.cat([x, padding], -1)
         return x.unflatten(-1, (-1, self.block)) if x.shape[-1] else x.view(*x.shape[:-1], 0, self.block)
 

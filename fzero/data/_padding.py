@@ -211,12 +211,12 @@ def _choose_best_buckets(candidates: Sequence[int], chances: Sequence[float], co
     cost = n[None, :] * (below[None, :] - below[:, None])  # [i, j]: batches above candidate i, rounded up to j
     cost = torch.where(torch.ones_like(cost, dtype=torch.bool).triu(1), cost, torch.inf)
     best = cost[0]
-    before = []
+    previous_buckets = []
     for _ in range(min(count, len(candidates)) - 1):
-        best, last = (best[:, None] + cost).min(0)
-        before.append(last)
+        best, previous_bucket = (best[:, None] + cost).min(0)
+        previous_buckets.append(previous_bucket)
     choice, j = [len(candidates)], len(candidates)
-    for last in reversed(before):
-        j = int(last[j])
+    for previous_bucket in reversed(previous_buckets):
+        j = int(previous_bucket[j])
         choice.append(j)
     return tuple([int(candidates[j - 1]) for j in reversed(choice)])

@@ -383,8 +383,8 @@ def _leave_at_saved_step(elastic_run: ElasticRun) -> Iterator[None]:
     def leave(*_: Any) -> None:
         elastic_run._is_leaving = True
 
-    before = signal.signal(signal.SIGTERM, leave)
+    previous_handler = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

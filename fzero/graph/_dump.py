@@ -94,14 +94,14 @@ def dump(folder: Path, passes: PassManager, settings: PassSettings, name: str, b
     states += [_DumpedGraph(ran.row.name, _arguments_text(ran), ran.graph) for ran in passes.run(settings)]
     if body is not None and settings.across_iterations:  # passes over the loop change its body, too
         states[-1] = states[-1]._replace(detail="of the loop", graph=body)
-    last = states[-1].graph
+    last_graph = states[-1].graph
     rows = []
     for order, state in enumerate(states):
         live = live_bytes(live_ranges(state.graph), len(state.graph.nodes))
         rows.append(_dump_row(order, state, live))
         if state.detail != _LEFT_OUT:
             Path(folder, f"{state.name}.txt").write_text(_graph_text(name, state, live), encoding="utf-8")
-    for node in last.nodes:
+    for node in last_graph.nodes:
         if loop := node_loop(node):
             dump(Path(folder, node.name), passes.body(node), settings, f"{name}, {node.name}", loop.body)
     head = f"{'':>2}  {'graph':<21} {'operations':>10} {'collectives':>11} {'peak bytes':>16} {'at':>7}  arguments"

@@ -331,13 +331,13 @@ class Jitted:
         length = self._lengths.call_length(argument_shapes(arguments.tensors))
         if length is None or not self._entries or self.options.schedule_options.memory_budget is not None:
             return None
-        (first_key, first), *_ = self._entries.items()
+        (first_key, first_entry), *_ = self._entries.items()
         if not differ_in_sizes(first_key, key):
             return None
-        self._any_length.learn(self._lengths.first_length, first_key, first, self.options, arguments)
+        self._any_length.learn(self._lengths.first_length, first_key, first_entry, self.options, arguments)
         entry = self._any_length.entry(self.options, length, arguments)
         if entry is None:
-            options = self.options._replace(schedule_options=ScheduleOptions.of(first.best.settings))
+            options = self.options._replace(schedule_options=ScheduleOptions.of(first_entry.best.settings))
             entry = self._trace_entry(options, arguments, args)
             self._any_length.learn(length, key, entry, self.options, arguments)
         return entry

@@ -77,13 +77,13 @@ def _fit_polynomial(lengths: Sequence[int], values: Sequence[int]) -> Polynomial
     tries = [Polynomial(0, a // x)] if a % x == 0 else []
     if a % x**2 == 0:
         tries.append(Polynomial(0, 0, a // x**2))
-    slope, rest = divmod(b - a, y - x)
-    if not rest:
+    slope, remainder = divmod(b - a, y - x)
+    if not remainder:
         tries.append(Polynomial(a - slope * x, slope))
-    if len(lengths) > 2 and not rest:
+    if len(lengths) > 2 and not remainder:
         z, c = lengths[2], values[2]
-        curve, rest = divmod((c - a) * (y - x) - (b - a) * (z - x), (z - x) * (z - y) * (y - x))
+        curve, remainder = divmod((c - a) * (y - x) - (b - a) * (z - x), (z - x) * (z - y) * (y - x))
         linear = slope - curve * (x + y)
-        if not rest:
+        if not remainder:
             tries.append(Polynomial(a - linear * x - curve * x * x, linear, curve))
     return next((p for p in tries if all(p.at(n) == v for n, v in zip(lengths, values, strict=True))), None)

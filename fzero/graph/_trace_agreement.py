@@ -197,16 +197,18 @@ def gather_values(value: Any, mesh: Mesh, name: str) -> list[Any]:
 
 def _raise_first_difference(descriptions: list[dict[str, list[str]]], name: str) -> None:
     """Raise for the first operation that differs between ranks that should run the same."""
-    first: dict[str, tuple[int, list[str]]] = {}  # for each part, a rank that has it, and the lines of that rank
+    first_by_part: dict[
+        str, tuple[int, list[str]]
+    ] = {}  # for each part, a rank that has it, and the lines of that rank
     for rank, parts in enumerate(descriptions):
         for part, lines in parts.items():
-            other, first_lines = first.setdefault(part, (rank, lines))
+            first_rank, first_lines = first_by_part.setdefault(part, (rank, lines))
             for i, (a, b) in enumerate(zip([*first_lines, "the end"], [*lines, "the end"], strict=False)):
                 if a != b:
                     stages = f" of its stages ({part})" if part else ""
                     raise RuntimeError(
                         f"fzero.jit: {name} is not the same step on all ranks. Operation {i}{stages} is {a} on "
-                        f"rank {other}, but {b} on rank {rank}. All ranks must trace the same code with the same "
+                        f"rank {first_rank}, but {b} on rank {rank}. All ranks must trace the same code with the same "
                         "shapes. Only data may differ by rank (mesh.local, axis_index), never a branch or a number in "
                         "Python"
                         f"{trouble_link('a-hang')}"

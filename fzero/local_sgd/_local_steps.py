@@ -68,15 +68,15 @@ class LocalSteps:
             ValueError: if the parameters differ between replicas, or the optimizer keeps a part of them on the host.
         """
         inner: Any = self.step
-        first, first_state = inner.init(params, opt)
-        _check_on_device("params", first)
+        first_params, first_state = inner.init(params, opt)
+        _check_on_device("params", first_params)
         _check_on_device("opt_state", first_state)
-        anchor = self.outer_step.anchor(first, first_state)
+        anchor = self.outer_step.anchor(first_params, first_state)
         check_equal("params", anchor, self.mesh)
         parts = divide_into_parts(anchor, self.schedule.parts)
         outer = tuple([self.outer_step.init(select(anchor, part)) for part in parts])
-        copies = [own_memory((first, first_state)) for _ in self.groups.replica_indices[1:]]
-        trees = [(first, first_state), *copies]
+        copies = [own_memory((first_params, first_state)) for _ in self.groups.replica_indices[1:]]
+        trees = [(first_params, first_state), *copies]
         inner_state = Replicas(tuple([s for _, s in trees]))
         return Replicas(tuple([p for p, _ in trees])), LocalState(
             count=0, inner=inner_state, anchor=anchor, outer_states=outer, pending_sums=(None,) * len(parts)

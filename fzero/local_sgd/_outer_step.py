@@ -104,19 +104,22 @@ class OuterStep:
             mean = wait_sum(pending_sum, anchor, self.groups.count, self.codec)
             updates, state = self.optimizer.update(mean, state, params=anchor)
             anchor = apply_updates(anchor, updates)
-            new = anchor
+            new_anchor = anchor
             if self.mix:
                 part_params = select(self._in_anchor_layout(params, masters), part)
-                new = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, part_params)
-            new_values = (self._as_params(new, select(params, part)), _like_masters(new, select(masters, part)))
+                new_anchor = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, part_params)
+            new_values = (
+                self._as_params(new_anchor, select(params, part)),
+                _like_masters(new_anchor, select(masters, part)),
+            )
             return anchor, state, self.groups.box(new_values)
 
         with torch.no_grad():
-            new, state, boxes = self.step.program(program)(
+            new_anchor, state, boxes = self.step.program(program)(
                 select(anchor, part), state, pending_sum, self.groups.join(replicas)
             )
             self.groups.write(boxes, [(select(p, part), select(m, part)) for p, m in replicas])
-            return merge(anchor, own_memory(new)), own_memory(state)
+            return merge(anchor, own_memory(new_anchor)), own_memory(state)
 
     @staticmethod
     def _replica_pairs(params: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:

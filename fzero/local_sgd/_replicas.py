@@ -94,14 +94,14 @@ class ReplicaGroups:
             if not isinstance(x, PerRank):
                 return x
             names = self.mesh.axis_names if x.axes is None else x.axes
-            rest = tuple([name for name in names if name != self.over])
+            inner_names = tuple([name for name in names if name != self.over])
             value = x.value
             if self.mesh.simulated and self.over in names:
                 self._check_rows(value, names)
                 value = tree.map(lambda rows: self._replica_part(rows, names, replica), value)
-            if self.over in names and not rest:  # one value for all ranks of the replica
+            if self.over in names and not inner_names:  # one value for all ranks of the replica
                 return value
-            return PerRank(value, None if rest == self.inner_axes else rest, x.split)
+            return PerRank(value, None if inner_names == self.inner_axes else inner_names, x.split)
 
         return tree.map(of_replica, values, is_leaf=is_box)
 

@@ -166,15 +166,15 @@ class Apply:
         is_traced, has_gradient = is_tracing(), any(map(is_differentiated, state.values()))
         structure = getattr(f, "__code__", f), tree.flatten((args, kwargs))[1], has_gradient
         is_new = not self.is_own and (is_traced or structure not in self._cache.structures)
-        versions, before = record_versions(state), record_contents(module) if is_new else None
+        versions, contents_before = record_versions(state), record_contents(module) if is_new else None
         stand_ins = module_states(module)
         try:
             out = _call_on(module, f, state, args, kwargs)
             check_writes(versions, state, self.param_names, self.mutable_names | self.scratch_names)
-            if before is not None:
+            if contents_before is not None:
                 kind = type(module).__name__
                 check = LeftoverCheck(kind, self.prefix, self.ignore_writes, is_traced, has_program=f is not None)
-                check_leftovers(before, module, check)
+                check_leftovers(contents_before, module, check)
                 self._cache.structures.add(structure)
         except RuntimeError as error:
             explain_old_function(error, type(module).__name__)

@@ -51,14 +51,14 @@ def _copied_value(x: Any, memo: dict[int, Any]) -> Any:
         return x if owner is x.__self__ and function is x.__func__ else MethodType(function, owner)
     if isinstance(x, functools.partial):
         parts = [x.func, x.args, x.keywords]
-        new = [_copied_value(part, memo) for part in parts]
-        return x if _are_same(new, parts) else functools.partial(new[0], *new[1], **new[2])
+        new_parts = [_copied_value(part, memo) for part in parts]
+        return x if _are_same(new_parts, parts) else functools.partial(new_parts[0], *new_parts[1], **new_parts[2])
     if type(x) in (list, tuple):
-        new = [_copied_value(y, memo) for y in x]
-        return x if _are_same(new, x) else type(x)(new)
+        new_parts = [_copied_value(y, memo) for y in x]
+        return x if _are_same(new_parts, x) else type(x)(new_parts)
     if type(x) is dict:
-        new = {key: _copied_value(y, memo) for key, y in x.items()}
-        return x if _are_same(new.values(), x.values()) else new
+        new_parts = {key: _copied_value(y, memo) for key, y in x.items()}
+        return x if _are_same(new_parts.values(), x.values()) else new_parts
     return _follow_function(x, memo) if isinstance(x, FunctionType) else x
 
 
@@ -67,13 +67,13 @@ def _follow_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
     memo[id(f)] = f  # a function may refer to itself
     cells = [_cell_contents(cell) for cell in f.__closure__ or ()]
     parts = [cells, f.__defaults__, f.__kwdefaults__]
-    new = [_copied_value(part, memo) for part in parts]
-    if _are_same(new, parts):
+    new_parts = [_copied_value(part, memo) for part in parts]
+    if _are_same(new_parts, parts):
         return f
-    closure = tuple([CellType(*y) for y in new[0]])
-    g = FunctionType(f.__code__, f.__globals__, f.__name__, new[1], closure)
+    closure = tuple([CellType(*y) for y in new_parts[0]])
+    g = FunctionType(f.__code__, f.__globals__, f.__name__, new_parts[1], closure)
     g.__dict__.update(f.__dict__)
-    g.__kwdefaults__ = new[2]
+    g.__kwdefaults__ = new_parts[2]
     memo[id(f)] = g
     return g
 

@@ -178,18 +178,18 @@ class _Product(torch.autograd.Function):
         """Return the product `[m, n]` of codes; the columns are padded to the multiple that the kernel needs."""
         a_codes, a_scale, b_codes, b_scale = codes
         # the columns of the product: only derivatives of gradients have a rest
-        n, rest = len(b), -len(b) % SIZE_MULTIPLE
-        if rest and b_scale.ndim:
-            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, rest))
+        n, padding = len(b), -len(b) % SIZE_MULTIPLE
+        if padding and b_scale.ndim:
+            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, padding))
         y = scaled_mm(
             a=_pad_codes(a_codes),
-            b=_pad_codes(b_codes, rest),
+            b=_pad_codes(b_codes, padding),
             scale_a=a_scale,
             scale_b=b_scale,
             dtype=a.dtype,
             fast=recipe.adds_fast,
         )
-        return y[:, :n] if rest else y
+        return y[:, :n] if padding else y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -224,10 +224,10 @@ def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: Lef
         if xs and not check.is_ignored(name):
             _report_tensors(name, xs, check)
     for name, value in after.values.items():
-        old = before.values.get(name)
+        old_value = before.values.get(name)
         # an attribute that was absent or None is filled in once: a cache, and no counter
-        if old is not None and old != value and not check.is_ignored(name):
-            _report_value(name, old, value, check)
+        if old_value is not None and old_value != value and not check.is_ignored(name):
+            _report_value(name, old_value, value, check)
 
 
 def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck) -> None:

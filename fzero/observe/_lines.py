@@ -92,10 +92,10 @@ def record_spans(file: str, function: str) -> Iterator[list[Span]]:
     results: list[Span] = []
     stacks, forward_stacks = Stacks(file, function), dict[int, tuple[str, ...]]()
 
-    def before(operation: WatchedOperation) -> float:
+    def begin_operation(operation: WatchedOperation) -> float:
         return time.perf_counter()
 
-    def after(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
+    def end_operation(operation: WatchedOperation, start: float, results: Sequence[Any]) -> None:
         wait_for_device()
         seconds, site = time.perf_counter() - start, current_call_site()
         phase, stack = "forward" if site.forward else "", stacks.current()
@@ -104,7 +104,7 @@ def record_spans(file: str, function: str) -> Iterator[list[Span]]:
         forward_stacks.setdefault(site.sequence_number, stack)
         timed.append(TimedOperation(operation.name, line=site.line, phase=phase, seconds=seconds, stack=stack))
 
-    with record_operations(timed.append), record_node_lines(), watch_operations(before, after):
+    with record_operations(timed.append), record_node_lines(), watch_operations(begin_operation, end_operation):
         yield results
     results += _place_spans(timed)
 
@@ -119,17 +119,19 @@ def _mark_functions(prefix: str) -> Iterator[None]:
         prefix: what the annotation's name begins with; then come the function and "backward", or "forward or update".
     """
 
-    def before(operation: WatchedOperation) -> torch.profiler.record_function:
+    def begin_operation(operation: WatchedOperation) -> torch.profiler.record_function:
         site = current_call_site()
         phase = "backward" if site.backward else "forward or update"
         range_mark = torch.profiler.record_function(f"{prefix}{_function_at(site.line) or 'fzero'}, {phase}")
         range_mark.__enter__()
         return range_mark
 
-    def after(operation: WatchedOperation, range_mark: torch.profiler.record_function, results: Sequence[Any]) -> None:
+    def end_operation(
+        operation: WatchedOperation, range_mark: torch.profiler.record_function, results: Sequence[Any]
+    ) -> None:
         range_mark.__exit__(None, None, None)
 
-    with record_node_lines(), watch_operations(before, after):
+    with record_node_lines(), watch_operations(begin_operation, end_operation):
         yield
 
 
@@ -182,7 +184,7 @@ def sum_by_stack(spans: Iterable[Span]) -> tuple[StackCost, ...]:
     for span in spans:
         for i in range(1, len(span.stack) + 1):
             sums.setdefault(span.stack[:i], []).append(span)
-    first = {stack: i for i, stack in enumerate(sums)}
+    first_positions = {stack: i for i, stack in enumerate(sums)}
     costs = [
         StackCost(
             stack,
@@ -192,7 +194,7 @@ def sum_by_stack(spans: Iterable[Span]) -> tuple[StackCost, ...]:
         )
         for stack, group in sums.items()
     ]
-    return tuple(sorted(costs, key=lambda c: [first[c.stack[:i]] for i in range(1, len(c.stack) + 1)]))
+    return tuple(sorted(costs, key=lambda c: [first_positions[c.stack[:i]] for i in range(1, len(c.stack) + 1)]))
 
 
 def _quote_line(line: str) -> str:

@@ -98,13 +98,13 @@ class NonFiniteTracker:
                 self._remember(operation.arguments[:1], e.number)
             return
         storages = {tensor_memory(x).storage for x in operation.arguments if is_real(x)}
-        new = [x for x in results if is_real(x) and tensor_memory(x).storage not in storages]
+        new_tensors = [x for x in results if is_real(x) and tensor_memory(x).storage not in storages]
         if "empty" in name:
-            self._watch_memory(new, self._record_early_read(operation))
+            self._watch_memory(new_tensors, self._record_early_read(operation))
             return
         if "lift_fresh" in name:  # a constant: torch.tensor(-math.inf)
-            new = [x for x in results if is_real(x)]
-        self._record_results(operation, overwritten, new)
+            new_tensors = [x for x in results if is_real(x)]
+        self._record_results(operation, overwritten, new_tensors)
 
     def record_argument(self, x: torch.Tensor, leaf: str, ranks: tuple[int, ...]) -> None:
         """Record an argument, or a rank's part of one, if it is not finite."""

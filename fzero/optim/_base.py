@@ -338,7 +338,7 @@ def chain(*opts: OptimizerLike) -> Optimizer:
         return tuple([opt.init(params) for opt in opts])
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        new = []
+        new_states = []
         if hasattr(state, "_fields") or len(state) != len(opts):
             actual = type(state).__name__ if hasattr(state, "_fields") else f"a tuple of {len(state)} states"
             raise TypeError(
@@ -347,7 +347,7 @@ def chain(*opts: OptimizerLike) -> Optimizer:
             )
         for opt, s in zip(opts, state, strict=True):
             grads, s = opt.update(grads, s, params=params)
-            new.append(s)
-        return grads, tuple(new)
+            new_states.append(s)
+        return grads, tuple(new_states)
 
     return wrap_optimizers(init, update, *opts)

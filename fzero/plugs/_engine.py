@@ -263,15 +263,17 @@ def make_engine(
     for module in (model, *other_modules):
         _copy_from_first_rank(module, mesh)
     by_block = nn.functional_in_place(model, mesh.device) if options.in_place else _divide_at_blocks(model)
-    rest = [_divide_at_blocks(other.requires_grad_(False)) for other in other_modules]
-    models = Models(by_block.apply, tuple([x.apply for x in rest]))
+    other_splits = [_divide_at_blocks(other.requires_grad_(False)) for other in other_modules]
+    models = Models(by_block.apply, tuple([x.apply for x in other_splits]))
     in_step = _choose_step_models(model, models, options)
     train_step = _make_train_step(in_step, loss, optimizer_groups, options)
     step = shard(train_step, stage=options.stage, mesh=mesh)
     rates = [0.0] * len(optimizer_groups.names) if opt is None else optimizer_groups.rates(opt)
     params, opt_state = step.init(by_block.params, train_step.optimizer(rates), donate=True)
 
-    parts = [_split_buffers(x, module) for x, module in zip([by_block, *rest], [model, *other_modules], strict=True)]
+    parts = [
+        _split_buffers(x, module) for x, module in zip([by_block, *other_splits], [model, *other_modules], strict=True)
+    ]
     exact_frozen = {} if precision is None else _exact_frozen(step, parts[0][0], precision)
     cast = (lambda frozen: frozen) if precision is None else precision.cast
     frozen_and_buffers = [(step.partition(cast(frozen)), mesh.device_put(buffers)) for frozen, buffers in parts]

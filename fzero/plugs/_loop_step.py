@@ -39,7 +39,7 @@ class Models:
         Returns:
             The result, and the new buffers of the trained model.
         """
-        (frozen, buffers), *rest = frozen_and_buffers
+        (frozen, buffers), *other_tensors = frozen_and_buffers
         params, frozen = (params, frozen) if self.apply.blocks else gather((params, frozen))
 
         def run_trained_model() -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ class Models:
             return out, {name: new[name] for name in buffers}
 
         inner = run_trained_model
-        for apply, (others_params, others_buffers) in zip(self.other_applies, rest, strict=True):
+        for apply, (others_params, others_buffers) in zip(self.other_applies, other_tensors, strict=True):
             inner = _bind_model(apply, others_params, others_buffers, inner)
         return inner()
 

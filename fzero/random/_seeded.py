@@ -137,11 +137,11 @@ class _DrawsByKey(TorchFunctionMode):
             out = DRAWS[func](self.next_key, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        before, self.function = self.function, getattr(func, "__name__", "")
+        previous_function, self.function = self.function, getattr(func, "__name__", "")
         try:
             return func(*args, **kwargs)
         finally:
-            self.function = before
+            self.function = previous_function
 
 
 def _vmap_names() -> list[str]:

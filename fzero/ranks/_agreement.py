@@ -155,10 +155,12 @@ def check_equal(label: str, values: Any, mesh: Mesh, sums: Sequence[torch.Tensor
     own_sums = [(checksum(leaves[i]) if sums is None else sums[i]).to(mesh.device) for i in compared_indices]
     all_sums = all_gather_numbers(torch.stack(own_sums), mesh)
     for n, i in enumerate(compared_indices):
-        first: dict[tuple[int, ...], int] = {}  # coordinates along the axes of `varies[i]` -> the first rank there
+        first_ranks: dict[
+            tuple[int, ...], int
+        ] = {}  # coordinates along the axes of `varies[i]` -> the first rank there
         for rank in range(mesh.size):
             coordinates = zip(mesh.coordinates(rank), mesh.axis_names, strict=True)
-            other = first.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
+            other = first_ranks.setdefault(tuple([c for c, name in coordinates if name in varies[i]]), rank)
             if all_sums[other][n] != all_sums[rank][n]:
                 raise DiffersByRankError(_disagreement_message(tree.leaf_name(label, paths[i]), other, rank, varies[i]))
 

@@ -68,10 +68,10 @@ def check_axes(axes: Mapping[str, int], simulated_ranks: int | None, arguments: 
     if simulated_ranks < 1:
         raise ValueError(f"simulated_ranks={simulated_ranks}: expected at least one rank to simulate")
     if not open_axes:
-        text, first = _axes_text(axes), next(iter(axes))
+        text, first_axis = _axes_text(axes), next(iter(axes))
         raise ValueError(
             f"{text}, simulated_ranks={simulated_ranks}, but no axis is -1: "
-            f"pass {first}=-1, or leave out simulated_ranks"
+            f"pass {first_axis}=-1, or leave out simulated_ranks"
         )
 
 

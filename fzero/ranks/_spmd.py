@@ -249,11 +249,11 @@ def _rank_value(x: Any, axes: _Names, bound: tuple[Axis, ...], copies: dict[Any,
 def _combine_ranks(mesh: "Mesh", results: list[Any]) -> Any:
     """Combine the ranks' results: values that differ by rank are stacked, and all other values must be equal."""
     paths, leaves, structure, axes = results[0]
-    for r, (_, _, other, other_axes) in enumerate(results):
-        if other != structure or other_axes != axes:
+    for r, (_, _, rank_structure, other_axes) in enumerate(results):
+        if rank_structure != structure or other_axes != axes:
             raise lockstep.DivergedError(
-                f"ranks diverged: rank {r} returned {other}, but rank 0 returned {structure}; all ranks must return "
-                "results of one structure"
+                f"ranks diverged: rank {r} returned {rank_structure}, but rank 0 returned {structure}; all ranks must "
+                "return results of one structure"
             )
     out = []
     for i, (path, x, a) in enumerate(zip(paths, leaves, axes, strict=True)):

@@ -99,12 +99,12 @@ class OwnerAssignment:
         of rare shapes.
         """
         table = [[[None] * stack_size for stack_size in self.stack_sizes] for _ in range(self.ranks)]
-        first = 0
+        first_index = 0
         for s, (stack, stack_size) in enumerate(zip(self.stacks, self.stack_sizes, strict=True)):
             members = [i for i, m in enumerate(self.matrices) if m.stack == stack]
             for j, i in enumerate(members):
-                table[(first + j // stack_size) % self.ranks][s][j % stack_size] = i  # pyright: ignore
-            first += -(-len(members) // stack_size)
+                table[(first_index + j // stack_size) % self.ranks][s][j % stack_size] = i  # pyright: ignore
+            first_index += -(-len(members) // stack_size)
         return tuple(tuple(tuple(x) for x in rows) for rows in table)
 
     @cached_property
@@ -121,10 +121,10 @@ class OwnerAssignment:
             if stop == m.start:  # a matrix without elements
                 continue
             for sender in range(m.start // k, -(-stop // k)):
-                first, last = max(m.start, sender * k), min(stop, sender * k + k)
+                range_start, range_stop = max(m.start, sender * k), min(stop, sender * k + k)
                 part = table[sender][self.owner[i]]
                 offset = part[-1].offset + part[-1].size if part else 0
-                part.append(_OwnedRange(i, first - sender * k, last - first, offset))
+                part.append(_OwnedRange(i, range_start - sender * k, range_stop - range_start, offset))
         return tuple(tuple(tuple(part) for part in parts) for parts in table)
 
     @cached_property

@@ -79,12 +79,12 @@ class LossOfGroups:
         Returns:
             The arguments, the leaves of each differentiable one by its position, and the anchor of their fences.
         """
-        args, rest, anchor = list(parts), iter(variables), torch.zeros(0, device="cpu")
+        args, remaining_variables, anchor = list(parts), iter(variables), torch.zeros(0, device="cpu")
         inputs: dict[int, list[torch.Tensor]] = {}
         for i, argument in self.arguments.items():
             leaves = []
             for group in argument.groups:
-                xs = group.leaves([next(rest) for _ in group.variables])
+                xs = group.leaves([next(remaining_variables) for _ in group.variables])
                 if self.is_fenced:
                     xs, anchor = fence(xs, anchor)
                 leaves.append(xs)

@@ -280,10 +280,12 @@ def _open_boxes(args: Sequence[Any], kwargs: dict[str, Any], options: _GradOptio
     is_invariant = _is_differentiated_itself(arguments)
     if is_invariant:
         arguments = {i: x.as_invariant() for i, x in arguments.items()}
-    kwargs, rest = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
+    kwargs, other_args = unwrap_per_rank((kwargs, [None if i in arguments else x for i, x in enumerate(args)]))
     if options.gather:
-        kwargs, rest = gather_tree(kwargs), [gather_tree(x) for x in rest]
-    return _CallInputs(arguments=arguments, rest=rest, kwargs=kwargs, axes=axes, batch=batch, is_invariant=is_invariant)
+        kwargs, other_args = gather_tree(kwargs), [gather_tree(x) for x in other_args]
+    return _CallInputs(
+        arguments=arguments, rest=other_args, kwargs=kwargs, axes=axes, batch=batch, is_invariant=is_invariant
+    )
 
 
 def _make_loss(

@@ -85,10 +85,10 @@ def _with_unit_batch(config: Configuration) -> Configuration:
 def _comparable_rows(context: _RuleContext, *names: str) -> list[TableRow]:
     """List the rows that fit and differ from the best in these fields alone. The best row is among them."""
 
-    def rest(row: TableRow) -> Configuration:
+    def clear_fields(row: TableRow) -> Configuration:
         return replace(row.config, **dict.fromkeys(names))
 
-    return [r for r in context.fitting if rest(r) == rest(context.best)]
+    return [r for r in context.fitting if clear_fields(r) == clear_fields(context.best)]
 
 
 def _prefer_fast_settings(context: _RuleContext) -> list[TableRow] | None:

@@ -133,13 +133,15 @@ class _Destination(NamedTuple):
         for x, piece in zip(self.pieces, self.spec.pieces, strict=True):
             for row, rank in zip(x.view(-1, x.shape[-1]) if x.numel() else (), self.ranks, strict=False):
                 start = (mesh.index(self.spec.axes, rank) * k if self.spec.axes else 0) + piece.start
-                first, last = max(start, offset), min(start + x.shape[-1], offset + size)
-                if first < last:
+                range_start, range_stop = max(start, offset), min(start + x.shape[-1], offset + size)
+                if range_start < range_stop:
                     part = leaf
                     for s in self.spec.split:  # the rank's part of a leaf that is split along further axes
                         width = part.shape[s.dims[index]] // s.size
                         part = part.narrow(s.dims[index], mesh.index(s.axis, rank) * width, width)
-                    row[first - start : last - start] = slice_elements(part, first - offset, last - offset)
+                    row[range_start - start : range_stop - start] = slice_elements(
+                        part, range_start - offset, range_stop - offset
+                    )
 
 
 def _row_ranks(names: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:

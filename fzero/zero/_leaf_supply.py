@@ -143,10 +143,10 @@ def supply_like(label: str, values: Any, like: Any, donated_to: str | None = Non
         for position, index in members:
             expected[position] = (lookup_spec(spec_id).full_shapes[index], box.dtype)
             identities[position] = (id(box), index)
-    first: dict[Any, int] = {}  # identity -> position
+    first_positions: dict[Any, int] = {}  # identity -> position
     for i, key in enumerate(identities):
         if key is not None:
-            first_position = first.setdefault(key, i)
+            first_position = first_positions.setdefault(key, i)
             _check_tied(label, (paths[first_position], leaves[first_position]), (paths[i], leaves[i]))
     for path, x, shape_and_dtype in zip(paths, leaves, expected, strict=True):
         _check_like(label, path, x, shape_and_dtype)

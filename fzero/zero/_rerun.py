@@ -232,14 +232,14 @@ def _check_same(sums: Sequence[torch.Tensor], out: Any, mesh: Mesh, rerun: Rerun
     ranks = [rank for rank, flags in enumerate(differ) if any(flags)]
     if not ranks:
         return
-    first = next(path for i, path in enumerate(results) if any(flags[i] for flags in differ))
+    first_path = next(path for i, path in enumerate(results) if any(flags[i] for flags in differ))
     where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if mesh.distributed else ""
     swap = f", in which ranks swapped their batches along {rerun.swap!r}" * (rerun.swap is not None)
-    other = "depends on its rank, or " if rerun.swap is not None else ""
+    rank_cause = "depends on its rank, or " if rerun.swap is not None else ""
     raise CorruptionError(
-        f"{tree.leaf_name('result', first)} has other bits{where} than in a second run of call {call}{swap}: a device, "
-        f"memory or a link has failed, unless the step {other}is not deterministic; go on from a checkpoint"
-        f"{trouble_link('silent-corruption')}"
+        f"{tree.leaf_name('result', first_path)} has other bits{where} than in a second run of call {call}{swap}: a "
+        f"device, memory or a link has failed, unless the step {rank_cause}is not deterministic; go on from a "
+        f"checkpoint{trouble_link('silent-corruption')}"
     )
 
 

@@ -34,7 +34,7 @@ MUTANTS = [
         Fault(
             "the first manifest decides, though it may be that of a host that was away",
             "SharedMemory.manifest",
-            becomes("first.values()", "[*first.values()][:1]"),
+            becomes("first_ranks.values()", "[*first_ranks.values()][:1]"),
         ),
     ),
     *File("checkpoint/_agree.py", COPIES).faults(

@@ -232,7 +232,7 @@ MUTANTS = [
         Fault(
             "converted states keep old masters",
             "convert_masters",
-            becomes("_distinct_masters(masters, new)", "masters"),
+            becomes("_distinct_masters(masters, new_masters)", "masters"),
         ),
     ),
     *File("optim/wrappers/_master_weights.py", HALF).faults(

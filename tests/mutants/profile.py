@@ -28,12 +28,12 @@ MUTANTS = [
         Fault("a stack holds what called the step", "Stacks.current", never("A == self.start")),
     ),
     *File("observe/_lines.py", PROFILING).faults(
-        Fault("an operation of the forward pass has no phase", "record_spans.after", never("A.forward")),
+        Fault("an operation of the forward pass has no phase", "record_spans.end_operation", never("A.forward")),
         Fault("a line belongs to the outermost function, not the innermost", "_function_at", becomes("min", "max")),
         Fault("operations of a profile all begin at zero", "_place_spans", becomes("A += B.C", "A += 0")),
         Fault(
             "a mark of the backward pass says forward",
-            "_mark_functions.before",
+            "_mark_functions.begin_operation",
             constant("backward", "forward or update"),
         ),
         Fault("the update counts as the forward pass", "_place_spans", constant("update", "forward")),

@@ -162,10 +162,10 @@ def _read_leaves(
         for index, part in _local_ranges(local):
             name, *rest = names[index]
             _read_part(files, stored_tensors[name], part)
-            for other in rest:
-                if not _is_read(files, stored_tensors[other], part):
+            for twin in rest:
+                if not _is_read(files, stored_tensors[twin], part):
                     raise CheckpointError(
-                        f"{files.path!r} has different values for {name!r} and {other!r}, which are one tensor in the "
+                        f"{files.path!r} has different values for {name!r} and {twin!r}, which are one tensor in the "
                         "tree: use a model that does not tie them"
                     )
     finally:

@@ -127,8 +127,8 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]
     if size is None:
         raise DamagedError(f"{files.path!r}: {name} is missing")
     check(size >= 8, f"it has {size} bytes")
-    first = _read_bytes(files, name, 0, 8)
-    numel = int.from_bytes(first, "little")
+    size_bytes = _read_bytes(files, name, 0, 8)
+    numel = int.from_bytes(size_bytes, "little")
     check(numel <= min(size - 8, _MAX_HEADER_BYTES), f"it has {size:,} bytes, but its header claims to have {numel:,}")
     text = _read_bytes(files, name, 8, numel)
     entries = _parse_header(files, name, text)
@@ -146,7 +146,7 @@ def _read_header(files: Files, name: str) -> tuple[dict[str, StoredTensor], int]
         check(start == end, f"{tensor!r} begins at byte {start:,}, but the tensor before it ends at {end:,}")
         end = stop
     check(end == size, f"it has {size:,} bytes, but its header describes {end:,}")
-    return tensors, zlib.crc32(text, zlib.crc32(first))
+    return tensors, zlib.crc32(text, zlib.crc32(size_bytes))
 
 
 def _read_entry(name: str, base: int, entry: Any) -> tuple[StoredTensor | None, int]:

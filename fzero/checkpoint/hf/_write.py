@@ -253,7 +253,7 @@ def _rename_files(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: s
     """
     names = [f.name for f in plan]
     existing = files.names()
-    old = [n for n in existing if n not in names and (n == SINGLE or _SHARD_FILE.fullmatch(n))]
+    old_names = [n for n in existing if n not in names and (n == SINGLE or _SHARD_FILE.fullmatch(n))]
     if len(names) > 1 and set(names) & set(existing):  # the old index would name files of both models
         files.remove([INDEX])
         files.sync()
@@ -264,7 +264,7 @@ def _rename_files(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: s
         files.put(INDEX, _index_bytes(plan))
     else:
         files.remove([INDEX])
-    files.remove(old)
+    files.remove(old_names)
     files.sync()
 
 

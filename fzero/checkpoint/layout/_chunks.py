@@ -54,16 +54,16 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Recta
         yield _Rectangle((start,) if shape else (), (stop - start,) if shape else (), start)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # full rows: from the first to before the last
-    if first > last:  # the range lies within one row
-        yield from _split_row(shape, last, start - last * row, stop - last * row)
+    first_row, last_row = -(-start // row), stop // row  # full rows: from the first to before the last
+    if first_row > last_row:  # the range lies within one row
+        yield from _split_row(shape, last_row, start - last_row * row, stop - last_row * row)
         return
-    if start < first * row:
-        yield from _split_row(shape, first - 1, start - (first - 1) * row, row)
-    if first < last:
-        yield _Rectangle((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]), first * row)
-    if last * row < stop:
-        yield from _split_row(shape, last, 0, stop - last * row)
+    if start < first_row * row:
+        yield from _split_row(shape, first_row - 1, start - (first_row - 1) * row, row)
+    if first_row < last_row:
+        yield _Rectangle((first_row, *[0] * (len(shape) - 1)), (last_row - first_row, *shape[1:]), first_row * row)
+    if last_row * row < stop:
+        yield from _split_row(shape, last_row, 0, stop - last_row * row)
 
 
 def _split_row(shape: tuple[int, ...], i: int, start: int, stop: int) -> Iterator[_Rectangle]:

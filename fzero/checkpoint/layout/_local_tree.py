@@ -82,13 +82,13 @@ class _BoxMemory:
         if len(self.pieces) == 1:
             yield LocalPiece(piece, self.pieces[0][row], piece.offset)
             return
-        first, (chunk, start, _) = 0, piece.range
+        tensor_start, (chunk, start, _) = 0, piece.range
         for x in self.pieces:
-            a, b = max(piece.offset, first), min(piece.offset + piece.numel, first + x.shape[-1])
+            a, b = max(piece.offset, tensor_start), min(piece.offset + piece.numel, tensor_start + x.shape[-1])
             if a < b:
                 chunk_range = ChunkRange(chunk, start + a - piece.offset, start + b - piece.offset)
-                yield LocalPiece(piece._replace(range=chunk_range, offset=a), x[row], a - first)
-            first += x.shape[-1]
+                yield LocalPiece(piece._replace(range=chunk_range, offset=a), x[row], a - tensor_start)
+            tensor_start += x.shape[-1]
 
     def tensors(self) -> list[torch.Tensor]:
         """List the tensors of the box."""

@@ -258,12 +258,16 @@ class TreeLayout:
             A rank, the byte at which its elements begin in its file's data, and the range of the leaf that it writes.
         """
         g, position = self.home[i]
-        first, last = self.offsets[g][position : position + 2]  # of the leaf in the concatenated group
+        leaf_start, leaf_stop = self.offsets[g][position : position + 2]  # of the leaf in the concatenated group
         for rank, chunk in self._chunk_owners(g, position, target):
             start, stop = self.owned_span(g, rank)
-            begin, end = max(start, first), min(stop, last)
+            begin, end = max(start, leaf_start), min(stop, leaf_stop)
             before = self._count_written(g, begin) - self._count_written(g, start)
-            yield rank, self.starts(rank)[g] + before * self.itemsize(g), ChunkRange(chunk, begin - first, end - first)
+            yield (
+                rank,
+                self.starts(rank)[g] + before * self.itemsize(g),
+                ChunkRange(chunk, begin - leaf_start, end - leaf_start),
+            )
 
     def _chunk_owners(self, g: int, position: int, target: ChunkRange) -> Iterator[tuple[int, Chunk]]:
         """Yield each rank that writes elements of a range of a leaf, with the chunk of the leaf that the rank holds."""
@@ -274,12 +278,16 @@ class TreeLayout:
         def rank_at(part: int, shard: int, writer: int) -> int:
             return self.rank((split_axes, part), (group.axes, shard), (shared_axes, writer), *stage)
 
-        first, last = self.offsets[g][position : position + 2]
+        leaf_start, leaf_stop = self.offsets[g][position : position + 2]
         for part in range(self.size(split_axes)):
             chunk = self.chunk(g, position, rank_at(part, 0, 0))
             if not _have_common_element(chunk, target.chunk):
                 continue
-            low, high = (first + target.start, first + target.stop) if chunk == target.chunk else (first, last)
+            low, high = (
+                (leaf_start + target.start, leaf_start + target.stop)
+                if chunk == target.chunk
+                else (leaf_start, leaf_stop)
+            )
             for shard in _intervals_between(low, high, group.shard_numel):
                 start, stop = self.local_span(g, rank_at(part, shard, 0))
                 share = -(-(stop - start) // self.size(shared_axes))  # by each of the ranks that hold the shard

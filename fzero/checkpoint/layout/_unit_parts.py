@@ -102,15 +102,15 @@ def in_tree_order(sources: Mapping[str, LeafSource], paths: Sequence[str]) -> di
         paths: the paths of the tree, in order.
     """
     position = {path: i for i, path in enumerate(paths)}
-    first: dict[str, int] = {}
+    first_positions: dict[str, int] = {}
     for source in sources.values():
         if source.list is not None:
-            first[source.list] = min(first.get(source.list, len(paths)), position[source.path])
+            first_positions[source.list] = min(first_positions.get(source.list, len(paths)), position[source.path])
 
     def sort_key(item: tuple[str, LeafSource]) -> tuple[int, int, int]:
         source = item[1]
         if source.list is None:
             return position[source.path], 0, 0
-        return first[source.list], source.item_index, position[source.path]
+        return first_positions[source.list], source.item_index, position[source.path]
 
     return dict(sorted(sources.items(), key=sort_key))

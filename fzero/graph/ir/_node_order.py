@@ -27,12 +27,12 @@ def check_order(graph: Graph) -> None:
     Raises:
         AssertionError: if a node comes before an argument, or has one of another graph.
     """
-    before: set[Node] = set()
+    earlier_nodes: set[Node] = set()
     for node in graph.nodes:
-        if not before.issuperset(node.all_input_nodes):
-            late = next(a for a in node.all_input_nodes if a not in before)
+        if not earlier_nodes.issuperset(node.all_input_nodes):
+            late = next(a for a in node.all_input_nodes if a not in earlier_nodes)
             raise AssertionError(f"fzero.jit scheduled {node} before its argument {late}: please report this")
-        before.add(node)
+        earlier_nodes.add(node)
 
 
 def sort_graph(graph: Graph) -> Graph:

@@ -187,12 +187,12 @@ def _hoist_slices(graph: Graph, iteration: _TracedIteration) -> None:
 def _replace_by_loop(graph: Graph, iteration: _TracedIteration) -> None:
     """Replace an iteration by a node that runs it as a loop."""
     count = int(iteration.start.args[0])  # pyright: ignore[reportArgumentType]
-    body, rest = _make_body(iteration)
+    body, outside_values = _make_body(iteration)
     slices = tuple([LoopSlice(int(n.args[2]), int(n.args[3])) for n in iteration.slices])  # pyright: ignore[reportArgumentType]
     with graph.inserting_before(iteration.start):
         initial = [_add_initial_sum(graph, before.meta["val"]) for before, _ in iteration.sums]
         sources = [n.args[0] for n in iteration.slices]
-        node = graph.call_function(new_loop_function(), (*sources, *initial, *rest))
+        node = graph.call_function(new_loop_function(), (*sources, *initial, *outside_values))
         results = [x.meta["val"] for x in initial] + [n.meta["val"] for n in iteration.rows]
         loop = Loop(body, count, slices, len(iteration.sums), rank_schedule=_rank_schedule_at(iteration.start))
         node.meta = {**iteration.start.meta, "val": tuple(results), "loop": loop}
@@ -230,7 +230,7 @@ def _make_body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     """Make the graph of one iteration; list its arguments besides the iteration's number, the slices and the sums."""
     body = Graph()
     copies = dict[Node, Node]()
-    rest = list[Node]()
+    outside_values = list[Node]()
     for n in [iteration.start, *iteration.slices, *[before for before, _ in iteration.sums]]:
         copies[n] = _add_argument(body, n)
     marks, members = iteration.marks, {*iteration.nodes}
@@ -239,13 +239,13 @@ def _make_body(iteration: _TracedIteration) -> tuple[Graph, list[Node]]:
     for a in [*_loop_arguments(iteration.start), *[a for n in operations for a in n.all_input_nodes], *results]:
         if a not in copies and a not in members:
             copies[a] = _add_argument(body, a)
-            rest.append(a)
+            outside_values.append(a)
     for n in operations:
         copies[n] = body.node_copy(n, copies.__getitem__)
     body.output(tuple([copies[n] for n in results]))
     # torch keeps an unread wait, and so its collective, such as the gather of the embedding on a last stage
     body.eliminate_dead_code(lambda n: n.is_impure() and not is_wait(n))
-    return body, rest
+    return body, outside_values
 
 
 def _drop_shapes_only(graph: Graph) -> None:

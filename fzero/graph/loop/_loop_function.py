@@ -25,17 +25,18 @@ def loop_function(loop: Loop, body: Callable[[list[Any]], Sequence[Any]]) -> Cal
     end_of_rows = len(outputs) - loop.carried_count  # sums, then rows, then carried values
     row_stand_ins = [x for n in outputs[loop.sum_count : end_of_rows] for x in node_stand_ins(n)]
     carried_stand_ins = [x for n in outputs[end_of_rows:] for x in node_stand_ins(n)]
-    first = len(loop.slices)
+    sums_start = len(loop.slices)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         """Run the loop's iterations one after the other, and return the sums, the rows and the carried values."""
-        sums, rest = list(inputs[first : first + loop.sum_count]), inputs[first + loop.sum_count :]
+        sums = list(inputs[sums_start : sums_start + loop.sum_count])
+        outside_values = inputs[sums_start + loop.sum_count :]
         rows = [torch.empty((loop.iterations, *x.shape), dtype=x.dtype, device=x.device) for x in row_stand_ins]
         pending_values: list[Any] = [_pending_zeros(x.shape, x.dtype, x.device) for x in carried_stand_ins]
         for i in range(loop.iterations):
             iteration = torch.tensor(i, device="cpu") if first_argument.users else None
             slices = [x.narrow(p.dim, i * p.size, p.size) for x, p in zip(inputs, loop.slices, strict=False)]
-            args = [iteration, *slices, *sums, *rest, *pending_values]
+            args = [iteration, *slices, *sums, *outside_values, *pending_values]
             del iteration, slices, pending_values
             out = body(args)
             _write_rows(i, rows, out[loop.sum_count : end_of_rows])

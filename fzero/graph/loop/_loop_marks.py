@@ -53,12 +53,12 @@ _RECORDING = _RecordingState()
 @contextmanager
 def record_loops(on: bool, pipelines: bool = False) -> Iterator[None]:
     """Set whether this thread's trace records a loop as one iteration, and a pipeline's rank as such a loop."""
-    before = _RECORDING.on, _RECORDING.pipelines
+    previous_state = _RECORDING.on, _RECORDING.pipelines
     _RECORDING.on, _RECORDING.pipelines = on, pipelines
     try:
         yield
     finally:
-        _RECORDING.on, _RECORDING.pipelines = before
+        _RECORDING.on, _RECORDING.pipelines = previous_state
 
 
 def records_loops() -> bool:

@@ -217,15 +217,15 @@ class _RankWalk:
                 value = Value(source.kind, source.stage, m)  # pyright: ignore[reportArgumentType]
                 if value not in received:
                     received[value] = self.ready.pop(value)
-                memory, last = received[value][source.leaf], True
+                memory, is_last_use = received[value][source.leaf], True
             else:
                 entry = self.residuals[m, source]
                 entry[1] -= 1
-                memory, last = entry[0], not entry[1]
-                if last:
+                memory, is_last_use = entry[0], not entry[1]
+                if is_last_use:
                     del self.residuals[m, source]
             memories[storage] = memory
-            if last:
+            if is_last_use:
                 ends.append((storage, stop, memory))
         return memories, ends
 

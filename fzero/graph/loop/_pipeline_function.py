@@ -31,7 +31,7 @@ def pipeline_function(
         bodies: run the regions. Each writes the new sums over the old ones, and removes its arguments from the list.
     """
     assert loop.rank_schedule is not None
-    rank_schedule, first = loop.rank_schedule, len(loop.slices)
+    rank_schedule, sums_start = loop.rank_schedule, len(loop.slices)
     regions = {g.region: (g, body) for g, body in zip(region_graphs, bodies, strict=True)}
     readers = Counter([x for g in region_graphs for x in g.inputs if isinstance(x, Residual)])
     leaves, device = _leaf_stand_ins(region_graphs)
@@ -53,7 +53,7 @@ def pipeline_function(
                 value = iterations.run(*regions[region], instruction.operand.micro_batch)
                 if value is not None and value in messages:
                     iterations.messages.send(messages[value])
-        return list(inputs[first : first + loop.sum_count])
+        return list(inputs[sums_start : sums_start + loop.sum_count])
 
     run.__name__ = run.__qualname__ = "pipeline"
     return run

@@ -116,12 +116,12 @@ def _coalesce_group(graph: Graph, group: Sequence[Node]) -> None:
 
 def _depends_on(node: Node, group: Sequence[Node], index: Mapping[Node, int]) -> bool:
     """Return whether a node depends on the result of one of `group`."""
-    first, visited, stack = index[group[0]], {node}, [node]
+    first_index, visited, stack = index[group[0]], {node}, [node]
     while stack:
         for a in stack.pop().all_input_nodes:
             if a in group:
                 return True
-            if a not in visited and index.get(a, -1) > first:
+            if a not in visited and index.get(a, -1) > first_index:
                 visited.add(a)
                 stack.append(a)
     return False

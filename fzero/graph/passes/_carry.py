@@ -69,27 +69,31 @@ def _carry_reductions(node: Node, loop: Loop, in_flight: int) -> None:
     body = copy_graph(loop.body)
     items = {int(n.args[1]): n for n in node.users}  # pyright: ignore[reportArgumentType]
     starts = [n for n in body.nodes if is_reduce_collective(n)]
-    last: list[list[_Chain]] = []
+    last_chains: list[list[_Chain]] = []
     for start in reversed(starts):
         chains = _list_chains(start, body, loop)
-        if len(last) == in_flight or not chains or any(_result_position(c, body, loop) not in items for c in chains):
+        if (
+            len(last_chains) == in_flight
+            or not chains
+            or any(_result_position(c, body, loop) not in items for c in chains)
+        ):
             break
-        last.insert(0, chains)
-    if not last:
+        last_chains.insert(0, chains)
+    if not last_chains:
         return
-    carried_chains = [c for chains in last for c in chains]
+    carried_chains = [c for chains in last_chains for c in chains]
     totals = [items[_result_position(c, body, loop)] for c in carried_chains]
-    for start, chains in zip(starts, last, strict=False):
+    for start, chains in zip(starts, last_chains, strict=False):
         for chain in chains:
             _wait_before(start, chain, body)
     check_order(body)
-    first = len(node.meta["val"])
+    carried_start = len(node.meta["val"])
     values = (*node.meta["val"], *[c.source.meta["val"] for c in carried_chains])
     node.meta = {**node.meta, "val": values, "loop": replace(loop, body=body, carried_count=len(carried_chains))}
     behind = [*items.values()][-1].next
     with node.graph.inserting_before(behind):
         for i, (chain, total) in enumerate(zip(carried_chains, totals, strict=True)):
-            _wait_after(node, first + i, chain, total)
+            _wait_after(node, carried_start + i, chain, total)
 
 
 def _list_chains(start: Node, body: Graph, loop: Loop) -> list[_Chain]:

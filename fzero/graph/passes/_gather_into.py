@@ -104,19 +104,19 @@ def slice_of_gather(graph: Graph, group_ranks: Sequence[tuple[str, int]]) -> Gra
     rank_in = dict(group_ranks)
     graph = copy_graph(graph)
     for gather in [n for n in graph.nodes if n.target is GATHER_INTO]:
-        first = _first_buffer_leaf(gather)
-        if first is None or gather.args[2] not in rank_in:
+        first_leaf = _first_buffer_leaf(gather)
+        if first_leaf is None or gather.args[2] not in rank_in:
             continue
-        new = gather.all_input_nodes[0]
-        start = rank_in[str(gather.args[2])] * node_stand_ins(new)[0].numel()
+        new_part = gather.all_input_nodes[0]
+        start = rank_in[str(gather.args[2])] * node_stand_ins(new_part)[0].numel()
         with graph.inserting_before(next(n for n in graph.nodes if not is_input(n))):
-            own_part = _view_leaf(graph, first, start, node_stand_ins(new)[0].numel())
+            own_part = _view_leaf(graph, first_leaf, start, node_stand_ins(new_part)[0].numel())
         for pack in [n for n in graph.nodes if op_name(n) == "cat"]:
             if _lies_in(pack, own_part):
                 pack.replace_all_uses_with(own_part)
                 _erase_unused(graph, pack)
         with graph.inserting_before(gather):
-            copy = graph.call_function(COPY, (own_part, new))
+            copy = graph.call_function(COPY, (own_part, new_part))
         copy.meta = {**gather.meta, "val": own_part.meta["val"]}
         gather.args = (copy, *gather.args[1:])
     return graph
@@ -126,12 +126,12 @@ def _first_buffer_leaf(gather: Node) -> Node | None:
     """Return the first leaf of a gathered unit if its leaves lie side by side in one buffer that the parts fill."""
     _, ranks, _, leaves, offsets = gather.args
     assert isinstance(leaves, Sequence) and isinstance(offsets, Sequence) and isinstance(ranks, int)
-    (new,) = node_stand_ins(gather.all_input_nodes[0])
+    (new_part,) = node_stand_ins(gather.all_input_nodes[0])
     tensors = [node_stand_ins(x)[0] for x in leaves if isinstance(x, Node)]
     is_one_buffer = len({storage_id(x) for x in tensors}) == 1 and all(x.is_contiguous() for x in tensors)
     if not is_one_buffer or [x.storage_offset() for x in tensors] != list(offsets):
         return None
-    fills = sum(x.numel() for x in tensors) == ranks * new.numel()
+    fills = sum(x.numel() for x in tensors) == ranks * new_part.numel()
     return leaves[0] if fills and isinstance(leaves[0], Node) else None
 
 

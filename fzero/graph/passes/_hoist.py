@@ -104,13 +104,15 @@ def _map_constants(graph: Graph, changing_inputs: Sequence[Node] = ()) -> dict[N
     """
     changing = set(changing_inputs)
     constants_by_value: dict[Node, Node] = {}
-    first: dict[Any, Node] = {}
+    node_of_description: dict[Any, Node] = {}
     for n in graph.nodes:
         is_constant = changes_layout(n) or encodes(n) or is_gather(n) or is_wait(n) or is_maximum(n)
         if any(a in changing for a in n.all_input_nodes) or not (is_constant or is_input(n)):
             changing.add(n)
         else:
-            constants_by_value[n] = n if is_input(n) else first.setdefault(describe(n, constants_by_value), n)
+            constants_by_value[n] = (
+                n if is_input(n) else node_of_description.setdefault(describe(n, constants_by_value), n)
+            )
     return constants_by_value
 
 

@@ -83,7 +83,7 @@ def move_early(graph: Graph) -> Graph:
         parts = _match_scaling(scaling)
         if parts is None:
             continue
-        x, factor, first = parts
+        x, factor, is_value_first = parts
         if factor not in host_copies:
             with graph.inserting_after(factor):
                 host_copies[factor] = _add_operation(graph, factor, TO_HOST, (factor,))
@@ -91,7 +91,7 @@ def move_early(graph: Graph) -> Graph:
             for view in reversed(views):
                 x = _add_operation(graph, view, view.target, (x, *view.args[1:]), view.kwargs)
             host_copy, number = _add_operation(graph, node, TO_HOST, (x,)), host_copies[factor]
-            operands = (host_copy, number) if first else (number, host_copy)
+            operands = (host_copy, number) if is_value_first else (number, host_copy)
             node.replace_all_uses_with(_add_operation(graph, scaling, scaling.target, operands))
     graph.eliminate_dead_code()
     return graph
@@ -114,12 +114,12 @@ def _match_scaling(node: Node) -> tuple[Node, Node, bool] | None:
     if node.target not in SCALINGS or node.kwargs or len(node.all_input_nodes) != 2:
         return None
     x, y = node.all_input_nodes
-    first = bool(node_stand_ins(x)[0].dim())
-    if not first and node.target is aten.mul.Tensor:
+    is_value_first = bool(node_stand_ins(x)[0].dim())
+    if not is_value_first and node.target is aten.mul.Tensor:
         x, y = y, x
     keeps_dtype = node_stand_ins(x)[0].dtype == node_stand_ins(node)[0].dtype
     return (
-        (x, y, first)
+        (x, y, is_value_first)
         if keeps_dtype and node_stand_ins(x)[0].dim() and not node_stand_ins(y)[0].dim() and not is_input(y)
         else None
     )

@@ -39,13 +39,13 @@ def recast(graph: Graph, min_bytes: int = MIN_BYTES) -> Graph:
         return graph
     graph = copy_graph(graph)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    before = collectives_before(graph.nodes)
+    collective_counts = collectives_before(graph.nodes)
     for node in list(graph.nodes):
         sources = _operations_from_narrow(node)
         if not sources or nbytes(*node_stand_ins(node)) < min_bytes:
             continue
         views, users = views_and_users(node)
-        later = sorted([u for u in users if before[u] > before[node]], key=index.__getitem__)
+        later = sorted([u for u in users if collective_counts[u] > collective_counts[node]], key=index.__getitem__)
         if not later or len(later) == len(users) or any(u.op == "output" for u in users):
             continue
         for copy in duplicate(graph, sources, views, later, index):

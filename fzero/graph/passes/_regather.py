@@ -117,10 +117,10 @@ def _exceeds_reuse(order: _UseOrder, max_reuse_bytes: float, wait: Node, a: Node
         return True
     between, size = {wait}, 0
     for rank in range(order.rank[a, wait] + 1, order.rank[b, wait]):
-        other = order.waits[rank]
-        if other not in between:
-            between.add(other)
-            size += nbytes(*node_stand_ins(other))
+        other_wait = order.waits[rank]
+        if other_wait not in between:
+            between.add(other_wait)
+            size += nbytes(*node_stand_ins(other_wait))
             if size > max_reuse_bytes:
                 return True
     return False

@@ -31,9 +31,13 @@ def send_early(graph: Graph) -> Graph:
 
 
 def _order_sends_first(region: Sequence[Node]) -> list[Node]:
-    begin, *rest = region
-    needed_for_sends = {n for n in rest if n.target is SEND}
-    for n in reversed(rest):
+    begin, *operations = region
+    needed_for_sends = {n for n in operations if n.target is SEND}
+    for n in reversed(operations):
         if n in needed_for_sends:
             needed_for_sends.update(n.all_input_nodes)
-    return [begin, *[n for n in rest if n in needed_for_sends], *[n for n in rest if n not in needed_for_sends]]
+    return [
+        begin,
+        *[n for n in operations if n in needed_for_sends],
+        *[n for n in operations if n not in needed_for_sends],
+    ]

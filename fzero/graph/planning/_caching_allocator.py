@@ -74,10 +74,10 @@ class _Pool:
     def allocate(self, size: int) -> _CachedBlock:
         """Take the smallest free block that is large enough, or new memory, and give back what is left of it."""
         block = self._best_fit(size) or (self._grow_segment(size) if self.expandable else self._new_segment(size))
-        rest = block.size - size
-        if rest >= _ROUNDING_BYTES if self.small or self.expandable else rest > _MB:
+        remaining_size = block.size - size
+        if remaining_size >= _ROUNDING_BYTES if self.small or self.expandable else remaining_size > _MB:
             block.size = size
-            remainder = _CachedBlock(rest, block.address + size, before=block)
+            remainder = _CachedBlock(remaining_size, block.address + size, before=block)
             if self._last is block:
                 self._last = remainder
             insort(self.free, remainder)
@@ -108,15 +108,17 @@ class _Pool:
 
     def _grow_segment(self, size: int) -> _CachedBlock:
         """Add pages to the end of the segment, whose last block may be free and is part of the new one."""
-        page, last = (2 if self.small else 20) * _MB, self._last
-        if last is not None and last.free:
-            self._take_block(last)
+        page, last_block = (2 if self.small else 20) * _MB, self._last
+        if last_block is not None and last_block.free:
+            self._take_block(last_block)
         else:
-            self._last = last = _CachedBlock(0, 0 if last is None else last.address + last.size, before=last)
-        total = _round_up(size - last.size, page)
-        last.size += total
+            self._last = last_block = _CachedBlock(
+                0, 0 if last_block is None else last_block.address + last_block.size, before=last_block
+            )
+        total = _round_up(size - last_block.size, page)
+        last_block.size += total
         self.reserved += total
-        return last
+        return last_block
 
     def _take_block(self, block: _CachedBlock) -> None:
         del self.free[bisect_left(self.free, block)]

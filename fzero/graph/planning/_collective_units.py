@@ -70,12 +70,12 @@ def _parameter_unit(node: Node) -> dict[Node, str]:
 
 def _nearest_unit(node: Node, unit_of_node: Mapping[Node, str]) -> str:
     """Search outward from a node in both directions; return the unit of the first node that applies a parameter."""
-    before, after, visited = [node], [node], {node}
-    while before or after:
-        before = [m for n in before for m in n.all_input_nodes if m not in visited]
-        after = [m for n in after for m in n.users if m not in visited]
-        visited.update(before, after)
-        for n in [*after, *before]:
+    earlier_nodes, later_nodes, visited = [node], [node], {node}
+    while earlier_nodes or later_nodes:
+        earlier_nodes = [m for n in earlier_nodes for m in n.all_input_nodes if m not in visited]
+        later_nodes = [m for n in later_nodes for m in n.users if m not in visited]
+        visited.update(earlier_nodes, later_nodes)
+        for n in [*later_nodes, *earlier_nodes]:
             if n in unit_of_node:
                 return unit_of_node[n]
     return ""

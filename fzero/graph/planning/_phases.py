@@ -33,8 +33,8 @@ def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
     backward = {n for n in nodes if is_backward(n) or _has_gradients(n)}
     if not backward:
         return dict.fromkeys(nodes, "forward")
-    first = next(i for i, n in enumerate(nodes) if n in backward)
-    backward |= {n for n in nodes[first:] if is_reduce_collective(n) and n.meta.get("unit", "") != METRIC}
+    backward_start = next(i for i, n in enumerate(nodes) if n in backward)
+    backward |= {n for n in nodes[backward_start:] if is_reduce_collective(n) and n.meta.get("unit", "") != METRIC}
     ancestors = _ancestors(nodes, backward)
     phase_of = {}
     phase = "backward"
@@ -43,7 +43,7 @@ def _find_phases(nodes: Sequence[Node]) -> dict[Node, str]:
             phase = "backward"
         elif n in ancestors and flops(n):  # the forward pass of the next micro-batch
             phase = "forward"
-        if i < first:
+        if i < backward_start:
             phase_of[n] = "forward"
         else:
             phase_of[n] = phase if n in ancestors else "update"

@@ -79,18 +79,22 @@ def _workspace_bytes(operations: Iterable[_ListedOperation]) -> int:
 
 def _plan_ranges(graph: Graph) -> list[Range]:
     """Return when each storage is alive, in positions of `_list_operations`."""
-    first: list[int] = []  # each node's position in the list; `last` is the position of its body's last operation
-    last: list[int] = []
+    first_positions: list[
+        int
+    ] = []  # each node's position in the list; `last_positions` has the position of its body's last operation
+    last_positions: list[int] = []
     inner: list[Range] = []
     for node in graph.nodes:
-        position, loop = last[-1] + 1 if last else 0, node_loop(node)
+        position, loop = last_positions[-1] + 1 if last_positions else 0, node_loop(node)
         body_ranges = [] if loop is None else _body_ranges(loop)
-        first.append(position)
-        last.append(position + (0 if loop is None else _body_length(loop)))
+        first_positions.append(position)
+        last_positions.append(position + (0 if loop is None else _body_length(loop)))
         inner += [r._replace(start=position + r.start, stop=position + r.stop) for r in body_ranges]
-    last.append(last[-1] + 1)
+    last_positions.append(last_positions[-1] + 1)
     outer = [r for r in live_ranges(graph) if r.label != ITERATION]
-    return inner + [r._replace(start=first[r.start] if r.start >= 0 else -1, stop=last[r.stop]) for r in outer]
+    return inner + [
+        r._replace(start=first_positions[r.start] if r.start >= 0 else -1, stop=last_positions[r.stop]) for r in outer
+    ]
 
 
 def _body_length(loop: Loop) -> int:

@@ -225,16 +225,16 @@ class _SubgraphBuilder:
 def _neighbour_pairs(subgraphs: Sequence[Sequence[Node]], scalars: AbstractSet[Node]) -> list[tuple[int, int]]:
     """List the pairs of compiled subgraphs with nothing but scalars between them, the last pair first."""
     neighbours: list[tuple[int, int]] = []
-    before = None
+    previous_index = None
     for i, subgraph in enumerate(subgraphs):
         if not subgraph or scalars >= {*subgraph}:
             continue
         if runs_alone(subgraph[0]):
-            before = None
+            previous_index = None
             continue
-        if before is not None:
-            neighbours.append((before, i))
-        before = i
+        if previous_index is not None:
+            neighbours.append((previous_index, i))
+        previous_index = i
     return neighbours[::-1]
 
 

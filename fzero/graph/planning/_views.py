@@ -146,18 +146,18 @@ def _peak_lines(plan: "Plan") -> list[str]:
 def _collective_lines(plan: "Plan") -> list[str]:
     """Return one line per collective, in order, with the work and the peak since the collective before."""
     lines = [f"{'operation':>9}  {'collective':<14}  {'bytes':>10}  {'GFLOP before':>12}  {'peak before':>11}  unit"]
-    before = 0
+    previous_position = 0
     for c in plan.collectives:
-        work = sum(o.flops * o.times for o in plan.operations[before : c.position]) / 1e9
-        peak = max(plan.live[before : c.position + 1], default=0)
+        work = sum(o.flops * o.times for o in plan.operations[previous_position : c.position]) / 1e9
+        peak = max(plan.live[previous_position : c.position + 1], default=0)
         times = f" ({c.times} times)" if c.times > 1 else ""
         lines.append(
             f"{c.position:>9}  {c.kind:<14}  {format_bytes(c.bytes):>10}  {work:>12,.2f}  {format_bytes(peak):>11}  "
             f"{c.unit}{times}"
         )
-        before = c.position + 1
-    work = sum(o.flops * o.times for o in plan.operations[before:]) / 1e9
-    peak = max(plan.live[before:], default=0)
+        previous_position = c.position + 1
+    work = sum(o.flops * o.times for o in plan.operations[previous_position:]) / 1e9
+    peak = max(plan.live[previous_position:], default=0)
     return [*lines, f"{len(plan.operations):>9}  {'the end':<14}  {'':>10}  {work:>12,.2f}  {format_bytes(peak):>11}"]
 
 
@@ -225,11 +225,11 @@ def _draw_memory(plan: "Plan", axes: Any, space: str, marks: Iterable[tuple[str,
 def phase_spans(plan: "Plan") -> Iterator[tuple[int, int, str]]:
     """Yield the start, stop and name of each pass; updates between gradients belong to the backward pass."""
     names = [o.phase if o.times == 1 else f"{o.phase}, {o.times} times" for o in plan.operations]
-    last = {name: i for i, name in enumerate(names)}
+    last_positions = {name: i for i, name in enumerate(names)}
     current = ""
     with_updates = set[str]()
     for i, name in enumerate(names):
-        is_interleaved = name.startswith("update") and current.startswith("backward") and i < last[current]
+        is_interleaved = name.startswith("update") and current.startswith("backward") and i < last_positions[current]
         if is_interleaved:
             with_updates.add(current)
         current = current if is_interleaved else name

@@ -177,12 +177,12 @@ def _record_frees(
     instructions: Sequence[_SingleOperation | Segment], permanent: set[int]
 ) -> list[_SingleOperation | Segment]:
     """Record on each instruction the registers that are free after it; `permanent` registers never are."""
-    last: dict[int, int] = {}
+    last_uses: dict[int, int] = {}
     for i, instruction in enumerate(instructions):
         for register in _instruction_registers(instruction):
-            last[register] = i
+            last_uses[register] = i
     frees: list[list[int]] = [[] for _ in instructions]
-    for register, i in last.items():
+    for register, i in last_uses.items():
         if register not in permanent:
             frees[i].append(register)
     return [instruction._replace(free=free) for instruction, free in zip(instructions, frees, strict=True)]

@@ -31,15 +31,15 @@ def refuse_python_state(name: str, f: Callable[..., Any]) -> Iterator[None]:
                 "number: draw with torch.rand, or pass the number as a tensor, an argument of the step"
             )
     for key, value in _function_variables(f).items():
-        before = variables.get(key)
+        known = variables.get(key)
         if isinstance(value, list) and any(_torch.is_stand_in(x) for x in value[lengths.get(key, 0) :]):
             raise RuntimeError(
                 f"fzero.jit: {name} puts a tensor into the list {key!r}, and Python runs only while the step is "
                 "traced, where tensors have no values: return the tensor as a result of the step"
             )
-        if isinstance(value, int | float | str) and isinstance(before, int | float | str) and _differ(before, value):
+        if isinstance(value, int | float | str) and isinstance(known, int | float | str) and _differ(known, value):
             raise RuntimeError(
-                f"fzero.jit: {name} changes the variable {key!r}, from {before!r} to {value!r}, and Python runs only "
+                f"fzero.jit: {name} changes the variable {key!r}, from {known!r} to {value!r}, and Python runs only "
                 "while the step is traced, so later steps would read the old value: make it a tensor, an argument and "
                 "a result of the step"
             )

@@ -160,7 +160,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
     _place_constants(gm)
     constants: dict[str, Any] = {}
     graph = gm.graph
-    first = next(n for n in graph.nodes if not is_input(n) and n.op != "get_attr")
+    first_operation = next(n for n in graph.nodes if not is_input(n) and n.op != "get_attr")
     example = next((x for n in graph.nodes for x in node_stand_ins(n) if n.op != "get_attr"), None)
     arguments: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
@@ -170,7 +170,7 @@ def _lift_constants(gm: GraphModule) -> TracedGraph:
         value = getattr(gm, name)
         key = _literal_key(node, value) or name
         if key not in arguments:
-            with graph.inserting_before(first):
+            with graph.inserting_before(first_operation):
                 arguments[key] = graph.placeholder(name)
             is_tensor = isinstance(value, torch.Tensor)  # else a torch.Generator
             stand_in = _torch.stand_ins_like([value], example)[0] if is_tensor else None

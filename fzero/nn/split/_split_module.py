@@ -268,13 +268,13 @@ def split_module(
     }
     tied_tensors = shared_tensors(module)
     plain = functional(copy_module(module, {**shells, **tied_tensors}), ignore_writes=ignore_writes)
-    rest = plain
+    outer_part = plain
     if tp is not None:
         module_copy = copy_module(module, {**shells, **tied_tensors})
-        rest = functional(module_copy, tp=outside(tp, names), ignore_writes=ignore_writes)
+        outer_part = functional(module_copy, tp=outside(tp, names), ignore_writes=ignore_writes)
     split = _SplitModule(
-        shell=_read_only(rest.apply),
-        constants=rest.buffers,
+        shell=_read_only(outer_part.apply),
+        constants=outer_part.buffers,
         param_meta={name: (p.shape, p.dtype) for name, p in plain.params.items()},
         blocks=tuple([_read_only(part.apply, f"{name}.") for name, part in zip(names, parts, strict=True)]),
         block_constants=tuple([_share_constants(part.buffers, parts[0].buffers) for part in parts]),
@@ -282,7 +282,7 @@ def split_module(
         plain=_read_only(plain.apply),
         tp=tp,
     )
-    return _ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": rest.params})
+    return _ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": outer_part.params})
 
 
 def _share_constants(constants: NamedTensors, first: NamedTensors) -> NamedTensors:

@@ -124,10 +124,10 @@ def torch_hints(make: Callable[_P, _R]) -> Callable[_P, _R]:
             if argument not in arguments:
                 raise TypeError(_argument_hint(name, tuple(signature.parameters), argument, value))
         if args and _are_parameters(args[0]):
-            first = next(iter(signature.parameters))
+            first_name = next(iter(signature.parameters))
             raise TypeError(
                 f"{name} takes no parameters: they go to step.init(params, opt), or opt.init(params). Its first "
-                f"argument is {first}: optim.{name}(1e-3)"
+                f"argument is {first_name}: optim.{name}(1e-3)"
             )
         return make(*args, **kwargs)
 

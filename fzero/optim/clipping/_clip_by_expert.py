@@ -160,10 +160,10 @@ def _expert_unit(unit: ShardedUnit, paths: Sequence[str], layers: Sequence[str |
         unit_layers[index] = layers[position]
         if unit_layers[index] is not None and not shapes[index]:
             raise ValueError(_NO_EXPERT_DIM.format(paths[position]))
-    first = [0]
+    row_starts = [0]
     for layer, shape in zip(unit_layers, shapes, strict=True):
-        first.append(first[-1] + (shape[0] if layer is not None and shape else 1))
-    return _ExpertUnit(unit, unit_layers, first)
+        row_starts.append(row_starts[-1] + (shape[0] if layer is not None and shape else 1))
+    return _ExpertUnit(unit, unit_layers, row_starts)
 
 
 def _row_ids(u: _ExpertUnit) -> torch.Tensor:

@@ -163,11 +163,11 @@ def _normalize_updates(
     out: list[Any] = list(entries)
     factors: list[Any] = [None] * len(entries)
     for sums in sums_of_squares(paths, entries):
-        first = sums.positions[0]
-        _check_means(paths[first], sums, rows[first], columns[first])
-        row, column = _new_means(sums, rows[first], columns[first], weight)
-        leaf_factors = _root_factors(row, column, torch.finfo(rows[first].dtype).eps if eps is None else eps)
-        direction = _full_direction(entries[first], leaf_factors) if isinstance(entries[first], torch.Tensor) else None
+        index = sums.positions[0]
+        _check_means(paths[index], sums, rows[index], columns[index])
+        row, column = _new_means(sums, rows[index], columns[index], weight)
+        leaf_factors = _root_factors(row, column, torch.finfo(rows[index].dtype).eps if eps is None else eps)
+        direction = _full_direction(entries[index], leaf_factors) if isinstance(entries[index], torch.Tensor) else None
         for position in sums.positions:
             rows[position], columns[position], factors[position] = row, column, leaf_factors
             out[position] = entries[position] if direction is None else direction

@@ -83,12 +83,12 @@ def _map_shards(
 
     `indices` lists the leaves of each unit that hold matrices.
     """
-    first, *rest = join_axes(unit_axes(boxes[0].spec_id)) or [NO_AXIS]
+    first_axis, *other_axes = join_axes(unit_axes(boxes[0].spec_id)) or [NO_AXIS]
     xs = [box.data.to(dtype or box.data.dtype) for box in boxes]
-    for a in rest[::-1]:  # the axes have no joint group: gather over the rest, and assign over the slowest axis
+    for a in other_axes[::-1]:  # the axes have no joint group: gather over the rest, and assign over the slowest axis
         xs = [_apply_along(a, "all_gather", x) for x in xs]
-    ranks = first.size
-    sizes = tuple([traced_spec(box.spec_id).shard_numel * math.prod([a.size for a in rest]) for box in boxes])
+    ranks = first_axis.size
+    sizes = tuple([traced_spec(box.spec_id).shard_numel * math.prod([a.size for a in other_axes]) for box in boxes])
     matrices = [m for i, box in enumerate(boxes) for m in _unit_matrices(i, box.spec_id, indices[i])]
     if not matrices:
         return [torch.zeros_like(box.data) for box in boxes]
@@ -96,16 +96,16 @@ def _map_shards(
     assignment, options = lookup_assignment(assignment_id), AssignmentOptions(assignment_id)
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        return _apply_along(first, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
+        return _apply_along(first_axis, "all_to_all", x, -2) if assignment.part_numel and ranks > 1 else x
 
-    (parts,) = apply(first.token, "shards_to_parts", first.binding, options, *xs)
-    stacks = apply(first.token, "parts_to_matrices", first.binding, options, exchange(parts))
+    (parts,) = apply(first_axis.token, "shards_to_parts", first_axis.binding, options, *xs)
+    stacks = apply(first_axis.token, "parts_to_matrices", first_axis.binding, options, exchange(parts))
     results = [
         _map_owner_stack(f, stack, split) for stack, split in zip(stacks, _stack_splits(assignment), strict=True)
     ]
-    (parts,) = apply(first.token, "matrices_to_parts", first.binding, options, *results)
-    xs = apply(first.token, "parts_to_shards", first.binding, options, exchange(parts))
-    for a in rest:
+    (parts,) = apply(first_axis.token, "matrices_to_parts", first_axis.binding, options, *results)
+    xs = apply(first_axis.token, "parts_to_shards", first_axis.binding, options, exchange(parts))
+    for a in other_axes:
         xs = [_apply_along(a, "own_part", x) for x in xs]
     return [x.to(box.data.dtype) for x, box in zip(xs, boxes, strict=True)]
 

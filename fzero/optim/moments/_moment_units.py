@@ -84,11 +84,11 @@ def _own_maxima_at_borders(f: Any, unit: MomentUnit) -> torch.Tensor:
     def part(x: Any) -> Any:
         return x.index_select(0, element_index) if isinstance(x, torch.Tensor) and x.ndim else x
 
-    old = [
+    old_moments = [
         decode(part(m.codes.data), s.index_select(0, block_index), m.table)
         for m, s in zip(unit.moments, unit.scales, strict=True)
     ]
-    _, *new = f(part(unit.grad.data), *old, *map(part, unit.rest))
+    _, *new = f(part(unit.grad.data), *old_moments, *map(part, unit.rest))
     sizes = torch.stack([unit.blocks.magnitudes(x, block_index).view(element.shape) for x in new])
     return torch.where(element < k, sizes, -math.inf).amax(-1)
 
@@ -96,13 +96,13 @@ def _own_maxima_at_borders(f: Any, unit: MomentUnit) -> torch.Tensor:
 def update_unit(f: Any, unit: MomentUnit, at_borders: torch.Tensor | None) -> tuple[list[Shard], torch.Tensor]:
     """Return the update of a unit and the new bytes of each moment; and the scales of the unit's blocks."""
     spec_id, index = unit.grad.spec_id, unit.blocks.index()
-    old = [
+    old_moments = [
         decode(m.codes.data, s.index_select(0, index), m.table) for m, s in zip(unit.moments, unit.scales, strict=True)
     ]
-    u, *new = f(unit.grad.data, *old, *unit.rest)
-    maxima = unit.blocks.maxima(new, index, at_borders)
+    u, *new_moments = f(unit.grad.data, *old_moments, *unit.rest)
+    maxima = unit.blocks.maxima(new_moments, index, at_borders)
     codes = [
         encode(x, scales.index_select(0, index), m.table)
-        for x, m, scales in zip(new, unit.moments, maxima, strict=True)
+        for x, m, scales in zip(new_moments, unit.moments, maxima, strict=True)
     ]
     return [make_box(spec_id, [x]) for x in (u, *codes)], maxima

@@ -255,11 +255,11 @@ def _update_leaf(f: Any, g: torch.Tensor, moments: Sequence[StoredMoments], rest
     def as_updated(x: Any) -> Any:
         return x.reshape(shape) if isinstance(x, torch.Tensor) and x.shape == g.shape else x
 
-    old = [
+    old_moments = [
         flat(decode(codes, m.scales.reshape(-1, 1), m.table)).view(shape)
         for codes, m in zip(blocks, moments, strict=True)
     ]
-    u, *new = f(as_updated(g), *old, *[as_updated(x) for x in rest])
+    u, *new = f(as_updated(g), *old_moments, *[as_updated(x) for x in rest])
     out = [u.view(g.shape)]
     for x, m in zip(new, moments, strict=True):
         is_single = g.shape == m.scales.shape

@@ -107,17 +107,18 @@ def map_sixteen_bit(
     columns = [tree.leaves_up_to(grads, other, is_box) for other in (*parts, *rest)]
     rows: list[list[Any]] = []  # for each entry its update, and the values and the full numbers of each moment
     leaves: dict[Any, list[Any]] = {}  # rows of full leaves, by the identities of their inputs
-    for path, g, *others in zip(paths, entries, *columns, strict=True):
-        values, full, other = others[: len(parts) : 2], others[1 : len(parts) : 2], others[len(parts) :]
+    for path, g, *columns_of_leaf in zip(paths, entries, *columns, strict=True):
+        values, full = columns_of_leaf[: len(parts) : 2], columns_of_leaf[1 : len(parts) : 2]
+        other_columns = columns_of_leaf[len(parts) :]
         if isinstance(g, Shard):
-            rows.append(_update_unit(f, moments[0].key, g, values, full, rest=other))
+            rows.append(_update_unit(f, moments[0].key, g, values, full, rest=other_columns))
         elif isinstance(g, torch.Tensor):
-            identity = tuple([tree.identity(x) for x in (g, *others)])
+            identity = tuple([tree.identity(x) for x in (g, *columns_of_leaf)])
             if identity not in leaves:
-                leaves[identity] = _update_leaf(f, moments[0].key, path, g, values, full, rest=other)
+                leaves[identity] = _update_leaf(f, moments[0].key, path, g, values, full, rest=other_columns)
             rows.append(leaves[identity])
         else:  # of a slot, or None
-            rows.append([None if g is None else x for x in (g, *others[: len(parts)])])
+            rows.append([None if g is None else x for x in (g, *columns_of_leaf[: len(parts)])])
     updates, *new = [tree.unflatten(structure, [row[i] for row in rows]) for i in range(1 + len(parts))]
     keys = [fold_in(moment.key, 0) for moment in moments]
     return updates, [SixteenBit(*pair) for pair in zip(new[::2], new[1::2], keys, strict=True)]
@@ -168,15 +169,15 @@ def _update_full_leaves(
     """
     spec_id, subset_id = g.spec_id, full[0].spec_id
     k = traced_spec(spec_id).shard_numel
-    old, places = gather_subset(full), subset_places(spec_id, subset_id, g.device)
+    old_leaves, places = gather_subset(full), subset_places(spec_id, subset_id, g.device)
     if not k:
-        return u, scatter_subset([torch.zeros_like(x) for x in old], places, spec_id, subset_id)
+        return u, scatter_subset([torch.zeros_like(x) for x in old_leaves], places, spec_id, subset_id)
     index = places.clamp(0, k - 1)
 
     def part(x: Any) -> Any:
         return x.index_select(0, index) if isinstance(x, torch.Tensor) and x.ndim else x
 
-    row, *new = f(part(g.data), *old, *[part(x) for x in rest])
+    row, *new = f(part(g.data), *old_leaves, *[part(x) for x in rest])
     return put_subset(u, row, spec_id, subset_id), scatter_subset(new, places, spec_id, subset_id)
 
 

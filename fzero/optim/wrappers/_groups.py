@@ -70,13 +70,13 @@ def by_group(*groups: tuple[OptimizerLike, Mask]) -> Optimizer:
         return opts[0].init(params)
 
     def update(grads: Updates, state: OptState, params: Params | None = None) -> tuple[Updates, OptState]:
-        updates, new, structure = grads, state, tree.flatten(grads)[1]
+        updates, new_state, structure = grads, state, tree.flatten(grads)[1]
         for part, mask in zip(parts, masks, strict=True):
             leaf_mask = per_leaf(grads, mask)
             own_updates, own_state = part.update(grads, state, params=params)
             updates = tree.map(lambda m, x, y: where(m, y, x), leaf_mask, updates, own_updates)
-            new = _merge_states(leaf_mask, new, own_state, structure)
-        return updates, new
+            new_state = _merge_states(leaf_mask, new_state, own_state, structure)
+        return updates, new_state
 
     return wrap_optimizers(init, update, *parts)
 

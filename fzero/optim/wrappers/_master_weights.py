@@ -115,12 +115,14 @@ def master_weights(opt: OptimizerLike, precision: Precision) -> Optimizer:
         _check_masters(params, state.master, precision)
         masters = master_params(params, state)
         updates, inner = opt.update(tree.map(lambda g: g.to(master), grads), state.inner, params=masters)
-        new = apply_updates(masters, updates)
+        new_masters = apply_updates(masters, updates)
 
         def choose_update(p: torch.Tensor, u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
             return u if p.dtype == master else _round_update(p, m)
 
-        return tree.map(choose_update, params, updates, new), MasterState(_distinct_masters(new, like), inner)
+        return tree.map(choose_update, params, updates, new_masters), MasterState(
+            _distinct_masters(new_masters, like), inner
+        )
 
     return replace(wrap_optimizers(init, update, opt), precision=precision)
 
@@ -208,10 +210,10 @@ def convert_masters(params: Params, opt_state: OptState, precision: Precision) -
         ({'w': tensor([0.3333, 0.3333, 0.3333, 0.3333])}, {'w': None})
     """
     masters = master_params(params, opt_state)
-    new = precision.cast(masters)
-    state = MasterState(_distinct_masters(masters, new), find_state(opt_state, MasterState).inner)
+    new_masters = precision.cast(masters)
+    state = MasterState(_distinct_masters(masters, new_masters), find_state(opt_state, MasterState).inner)
     entries, structure = tree.flatten(opt_state, _is_master_state)
-    return new, tree.unflatten(structure, [state if isinstance(x, MasterState) else x for x in entries])
+    return new_masters, tree.unflatten(structure, [state if isinstance(x, MasterState) else x for x in entries])
 
 
 def _is_master_state(x: object) -> bool:

@@ -161,29 +161,31 @@ def _update_delayed(
     opt: Optimizer, plan: OffloadPlan, grads: Updates, state: DelayedState, params: Params | None
 ) -> tuple[Updates, OptState]:
     """Update units with a host piece by the previous step's gradients, and store this step's gradients for the next."""
-    new = plan.to_pieces(grads, to_host)
-    previous_grads = plan.host_units(new)
+    new_grads = plan.to_pieces(grads, to_host)
+    previous_grads = plan.host_units(new_grads)
     _check_previous_grads(previous_grads, state.previous_grads)
-    updates, inner = _update_in_pieces(opt, plan, plan.with_host_units(new, state.previous_grads), state.inner, params)
+    updates, inner = _update_in_pieces(
+        opt, plan, plan.with_host_units(new_grads, state.previous_grads), state.inner, params
+    )
     return updates, DelayedState(previous_grads, inner)
 
 
 def _check_previous_grads(new: Updates, previous_grads: Updates) -> None:
     """Raise an error if the gradients that the state holds are of another ratio or precision than the new ones."""
     paths, leaves, _ = tree.flatten_with_paths(new, is_box)
-    for path, x, before in zip(paths, leaves, tree.flatten(previous_grads, is_box)[0], strict=True):
-        if (x is None) != (before is None):
-            state_has = "has no gradient" if before is None else "holds a gradient"
+    for path, x, previous_grad in zip(paths, leaves, tree.flatten(previous_grads, is_box)[0], strict=True):
+        if (x is None) != (previous_grad is None):
+            state_has = "has no gradient" if previous_grad is None else "holds a gradient"
             raise ValueError(
                 f"offload: the state {state_has} for leaf {path!r}: "
                 "with delay=1 a state keeps the ratio that it was made with; use that ratio, or make the state "
                 "anew by opt.init"
             )
-        if isinstance(x, Shard) and x.dtype != before.dtype:
+        if isinstance(x, Shard) and x.dtype != previous_grad.dtype:
             raise ValueError(
-                f"offload: the gradient of leaf {path!r} is {x.dtype}, and the state expects {before.dtype}: give "
-                "value_and_grad and master_weights the same precision; scaled_value_and_grad gives float32 gradients, "
-                "so with a loss scale there is no delay"
+                f"offload: the gradient of leaf {path!r} is {x.dtype}, and the state expects {previous_grad.dtype}: "
+                "give value_and_grad and master_weights the same precision; scaled_value_and_grad gives float32 "
+                "gradients, so with a loss scale there is no delay"
             )
 
 
@@ -231,10 +233,10 @@ def _update_on_device(
 ) -> tuple[Updates, OptState]:
     """Move the host's share of the state to the device, update there, and move the share back."""
     params_on_device = None if params is None else boxes_to_device(params)
-    updates, new = opt.update(grads, plan.state_to_device(state), params=params_on_device)
+    updates, new_state = opt.update(grads, plan.state_to_device(state), params=params_on_device)
     return (
         plan.to_pieces(updates, to_host, boxes_only=True) if plan.has_host_params(params) else updates
-    ), plan.state_to_host(new)
+    ), plan.state_to_host(new_state)
 
 
 @api_boundary

@@ -101,13 +101,14 @@ def on_full_leaves(opt: OptimizerLike, reads_params: bool = True) -> Optimizer:
             return opt.update(g, s, params=p)
 
         results = _apply_to_plain(update_leaf, entries, states, param_entries)
-        updates, new = [None if x is None else x[0] for x in results], [None if x is None else x[1] for x in results]
+        updates = [None if x is None else x[0] for x in results]
+        new_states = [None if x is None else x[1] for x in results]
         for unit in sharded_units(paths, entries):
             unit_updates, unit_states = _update_unit(update_leaf, unit, paths, states, param_entries)
             replace_unit(updates, unit.members, unit_updates)
             for position, state in unit_states.items():
-                new[position] = state
-        return tree.unflatten(structure, updates), tree.unflatten(structure, new)
+                new_states[position] = state
+        return tree.unflatten(structure, updates), tree.unflatten(structure, new_states)
 
     return _exact_on_shards(wrap_optimizers(init, update, opt))
 

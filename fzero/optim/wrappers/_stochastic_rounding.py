@@ -103,12 +103,12 @@ def stochastic_rounding(opt: OptimizerLike, precision: Precision, key: torch.Ten
         check_dtypes(params, grads, precision.dtype_tree(params), precision, "stochastic_rounding")
         float32_params = tree.map(lambda p: p.to(torch.float32), params)
         updates, inner = opt.update(tree.map(lambda g: g.to(torch.float32), grads), state.inner, params=float32_params)
-        new = _round_tree(apply_updates(float32_params, updates), params, state.key)
+        new_params = _round_tree(apply_updates(float32_params, updates), params, state.key)
 
         def choose_update(p: torch.Tensor, u: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
             return difference(p, n, torch.float32) if p.dtype == torch.bfloat16 else u
 
-        updates = tree.map(choose_update, params, updates, new)
+        updates = tree.map(choose_update, params, updates, new_params)
         return updates, StochasticRoundingState(fold_in(state.key, 0), inner)
 
     return replace(wrap_optimizers(init, update, opt), precision=precision)

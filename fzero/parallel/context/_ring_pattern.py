@@ -245,10 +245,10 @@ class Mask(NamedTuple):
             if ring.size > 1:  # the keys are not in the order of the queries
                 yield slice(a, b), slice(0, s)
             else:
-                first = 0 if window is None else max(0, a - window + 1)
+                first_key = 0 if window is None else max(0, a - window + 1)
                 end = s if window is None else min(s, b + window - 1)
                 end = b if options.causal else end
-                yield slice(a, b), slice(first, end)
+                yield slice(a, b), slice(first_key, end)
 
     def of(self, rows: slice, columns: slice, lead: torch.Size) -> torch.Tensor:
         """Return which queries of a tile attend to which of its keys: bool `[b, 1, rows, columns]`.

@@ -97,10 +97,10 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, y, *rest = *ctx.saved_tensors, ctx.rows
+        x, y, *grouping = *ctx.saved_tensors, ctx.rows
         if ctx.is_outer:
-            return None, _apply_mm(y, grad.mT, *rest), _apply_mm(x, grad, *rest), None, None
-        return None, _apply_mm(grad, y.mT, *rest), _apply_outer(x, grad, *rest), None, None
+            return None, _apply_mm(y, grad.mT, *grouping), _apply_mm(x, grad, *grouping), None, None
+        return None, _apply_mm(grad, y.mT, *grouping), _apply_outer(x, grad, *grouping), None, None
 
     @staticmethod
     def jvp(ctx: Any, _: Any, dx: Any, dy: Any, *others: Any) -> Any:

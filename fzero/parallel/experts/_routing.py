@@ -199,13 +199,13 @@ def jitter(x: torch.Tensor, key: torch.Tensor, amount: float = 0.01) -> torch.Te
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.ndim:
         raise TypeError(f"x is {describe(x)}: expected a floating-point tensor [sequences, ..]")
     key = random.fold_in(key, micro_batch()).to(x.device)
-    first = axis_index(tuple([a.name for a in loss_axes()]), device=x.device) * x.shape[0]
+    first_token = axis_index(tuple([a.name for a in loss_axes()]), device=x.device) * x.shape[0]
     dtype = sum_dtype(x.dtype)
 
     def noise(sequence: torch.Tensor) -> torch.Tensor:
         return random.uniform(random.fold_in(key, sequence), x.shape[1:], dtype)
 
-    samples = torch.vmap(noise)(first + torch.arange(x.shape[0], device=x.device))
+    samples = torch.vmap(noise)(first_token + torch.arange(x.shape[0], device=x.device))
     return (x * (1 + amount * (2 * samples - 1))).to(x.dtype)
 
 

@@ -137,8 +137,8 @@ def _run_experts(
 ) -> torch.Tensor:
     """Run a module of experts on `hidden [t, d]`, `index [t, k]` and `gates [t, k]`."""
     has_gate = module.has_gate
-    first = module.gate_up_proj if has_gate else module.up_proj
-    count = _count_experts(module, first, axis)
+    first_projection = module.gate_up_proj if has_gate else module.up_proj
+    count = _count_experts(module, first_projection, axis)
     rows, order = sort_rows(hidden, index, count, axis)
     linear = partial(grouped_linear, order)
 
@@ -148,7 +148,7 @@ def _run_experts(
     bias = None
     if module.has_bias:
         bias = module.gate_up_proj_bias if has_gate else module.up_proj_bias
-    h = linear(rows, as_matrix(first), bias)
+    h = linear(rows, as_matrix(first_projection), bias)
     h = module._apply_gate(h) if has_gate else module.act_fn(h)
     y = linear(h, as_matrix(module.down_proj), module.down_proj_bias if module.has_bias else None)
     if module.has_post_expert_norm:

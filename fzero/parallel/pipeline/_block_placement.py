@@ -79,13 +79,13 @@ def place_blocks(schedule: PipelineSchedule, counts: Sequence[int]) -> BlockPlac
         size = max([counts[stages[k]] for stages in rank_stages if k < len(stages)])
         chunks.append(tuple(range(block_slot, block_slot + size)))
         block_slot += size
-    first = [sum(counts[:s]) for s in range(schedule.stages)]
+    first_blocks = [sum(counts[:s]) for s in range(schedule.stages)]
     rows: list[list[int | None]] = [[None] * block_slot for _ in ranks]
     block_slots: list[tuple[int, ...]] = [()] * schedule.stages
     for r in ranks:
         for k, s in enumerate(rank_stages[r]):
             block_slots[s] = chunks[k][: counts[s]]
             for j, block_slot in enumerate(block_slots[s]):
-                rows[r][block_slot] = first[s] + j
+                rows[r][block_slot] = first_blocks[s] + j
     stage = tuple([(*stages, *[None] * (len(chunks) - len(stages))) for stages in rank_stages])
     return BlockPlacement(tuple(map(tuple, rows)), tuple(block_slots), tuple(chunks), stage)

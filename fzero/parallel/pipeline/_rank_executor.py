@@ -121,12 +121,12 @@ class RankExecutor:
         """Add gradients of a stage's parameters, at least in float32."""
         assert self.grads is not None
         for index in self._stage_indices(stage):
-            new = new_grads.pop(0)
+            new_grad = new_grads.pop(0)
             if index in self.grads:
-                self.grads[index] = self.grads[index].add_(new)
+                self.grads[index] = self.grads[index].add_(new_grad)
             else:
-                dtype = sum_dtype(new.dtype)
-                self.grads[index] = new.clone() if new.dtype == dtype else new.to(dtype)
+                dtype = sum_dtype(new_grad.dtype)
+                self.grads[index] = new_grad.clone() if new_grad.dtype == dtype else new_grad.to(dtype)
 
 
 def _check_same_schedule(stages: PipelineStages, device: torch.device) -> None:

@@ -84,23 +84,23 @@ class RankRecorder:
         leaves, structure = tree.flatten(spec.x)
         indices = self.params.indices(*self.stages.uses(stage))
         weights = [tensors[i] for i in indices]
-        last = stage == self.stages.last
+        is_last = stage == self.stages.last
         loop.begin_region("F", stage)
         inputs = [] if stage == 0 else _record_receive("F", stage - 1, leaves, spec.device)
         f = self.stages.function(stage, self.params, structure, self.stages.make_call(iteration, in_loop=True))
         outputs, vjp_fn, aux = torch.func.vjp(f, weights, inputs, has_aux=True)  # pyright: ignore[reportAssignmentType]
-        if not last:
+        if not is_last:
             loop.send("F", stage, list(outputs))
         loop.begin_region("B", stage)
         cotangent: Any = (
-            loss_cotangent(outputs, self.scale) if last else _record_receive("G", stage + 1, leaves, spec.device)
+            loss_cotangent(outputs, self.scale) if is_last else _record_receive("G", stage + 1, leaves, spec.device)
         )
         grads, x = vjp_fn(cotangent, retain_graph=False)
         if stage:
             loop.send("G", stage, list(x))
         for index, g in zip(indices, grads, strict=True):
             shares[index].append(_with_share(g, iteration))
-        return [_with_share(x, iteration) for x in (outputs, aux)] if last else []
+        return [_with_share(x, iteration) for x in (outputs, aux)] if is_last else []
 
 
 def _record_receive(kind: str, stage: int, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -58,13 +58,13 @@ def outputs_by_ticks(stages: PipelineStages, blocks: list[Any], rest: Any) -> An
 def _run_stages(stages: PipelineStages, blocks: list[Any], rest: Any) -> Iterator[tuple[MicroBatchCall, Any]]:
     """Run all micro-batches through all stages, and yield each with the last block's output, valid on its rank."""
     schedule, placement, axis = stages.schedule, stages.placement, stages.axis.name
-    count, last = schedule.micro_batches, schedule.stages - 1
+    count, last_stage = schedule.micro_batches, schedule.stages - 1
     rank = _index_beside(axis, (blocks, rest))
     own_stages = [_own_entry(column, rank) for column in _transpose_rows(placement.stage)]  # by chunk
     # by slot, the block's number
     own_blocks = [_own_entry(column, rank) for column in _transpose_rows(placement.blocks)]
     inputs: list[Any] = [None] * len(own_stages)
-    for t in range(count + last):
+    for t in range(count + last_stage):
         first_call = stages.make_call(min(t, count - 1))
         first_x = first_call.run(stages.model.run_first, rest, first_call)  # on any rank
         check_output("first", first_x, first_x)
@@ -76,9 +76,12 @@ def _run_stages(stages: PipelineStages, blocks: list[Any], rest: Any) -> Iterato
             x = first_x if x is None else _select_leaves(in_bubble | (own_stage == 0), first_x, x)
             call, numbers = stages.make_call(m.clamp(0, count - 1)), [own_blocks[slot] for slot in slots]
             outputs.append(_run_chunk(stages, call, [blocks[slot] for slot in slots], numbers, x, ~in_bubble))
-        if t >= last:
-            yield stages.make_call(t - last), outputs[placement.stage[schedule.rank_of_stage[last]].index(last)]
-        if t < count + last - 1:
+        if t >= last_stage:
+            yield (
+                stages.make_call(t - last_stage),
+                outputs[placement.stage[schedule.rank_of_stage[last_stage]].index(last_stage)],
+            )
+        if t < count + last_stage - 1:
             inputs = _shift_outputs(outputs, schedule, placement, axis)
 
 

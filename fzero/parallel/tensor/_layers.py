@@ -203,8 +203,8 @@ def outside(layers: Layers, names: Sequence[str]) -> Layers:
     """
     prefixes = tuple([f"{name}." for name in names])
 
-    def rest(table: Mapping[str, T]) -> dict[str, T]:
+    def keep(table: Mapping[str, T]) -> dict[str, T]:
         return {key: x for key, x in table.items() if not key.startswith(prefixes)}
 
-    styles, param_splits, sizes = rest(layers.styles), rest(layers.param_splits), rest(layers.sizes)
+    styles, param_splits, sizes = keep(layers.styles), keep(layers.param_splits), keep(layers.sizes)
     return replace(layers, sequence=False, styles=styles, param_splits=param_splits, sizes=sizes)

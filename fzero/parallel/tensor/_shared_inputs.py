@@ -21,14 +21,14 @@ def override_parameters(
 ) -> Iterator[None]:
     """Replace some parameters of a module by tensors, and some attributes by values, within a `with` block."""
     parameters: dict[str, Any] = module._parameters
-    before = {name: parameters[name] for name in tensors}, {name: vars(module)[name] for name in attributes}
+    previous_values = {name: parameters[name] for name in tensors}, {name: vars(module)[name] for name in attributes}
     try:
         parameters.update(tensors)
         vars(module).update(attributes)
         yield
     finally:
-        parameters.update(before[0])
-        vars(module).update(before[1])
+        parameters.update(previous_values[0])
+        vars(module).update(previous_values[1])
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,11 @@ def list_param_splits(
     splits = {}
     for name, style in styles.items():
         layer = modules[name]
-        parent, _, last = name.rpartition(".")
+        parent, _, leaf_name = name.rpartition(".")
         for key, param_split in layer_splits(name, style, layer).items():
             if isinstance(style, ColumnParallel) and not style.gather:
                 size = getattr(layer, key).shape[param_split.dim] // param_split.packed
-                groups = vars(modules[parent]).get("num_key_value_groups", 0) if last in _KEYS_AND_VALUES else 0
+                groups = vars(modules[parent]).get("num_key_value_groups", 0) if leaf_name in _KEYS_AND_VALUES else 0
                 param_split = param_split._replace(heads=count_heads(modules[parent], size), may_replicate=bool(groups))
             splits[f"{name}.{key}".lstrip(".")] = param_split
     for name, style in parameters.items():

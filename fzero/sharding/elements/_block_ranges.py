@@ -92,16 +92,16 @@ def block_range(sizes: Sequence[int], block: int, start: int, stop: int) -> Unit
         (_BlockPart(offset=0, size=3, before=2, after=3), 3)
     """
     parts: list[_BlockPart] = []
-    first, count, offset, blocks = 0, 0, 0, 0
+    first_block, count, offset, blocks = 0, 0, 0, 0
     for size in sizes:
         begin, end = max(start - offset, 0), min(stop - offset, size)  # in the leaf
         if begin < end:
             part = _BlockPart(offset + begin - start, end - begin, begin % block, -end % block)
-            first = first if parts else blocks + begin // block
+            first_block = first_block if parts else blocks + begin // block
             count += (part.before + part.size + part.after) // block
             if parts and not (parts[-1].after or part.before):  # one view for both
                 part = _BlockPart(parts[-1].offset, parts[-1].size + part.size, parts.pop().before, part.after)
             parts.append(part)
         offset += size
         blocks += -(-size // block)
-    return UnitRange(tuple(parts), first, count, stop - start)
+    return UnitRange(tuple(parts), first_block, count, stop - start)

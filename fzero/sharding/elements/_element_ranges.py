@@ -19,10 +19,10 @@ def slice_elements(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def put_elements(x: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """Copy `values` `[n]` into a tensor, from its element `start` on in row-major order, without any other copy."""
-    first = 0
+    piece_start = 0
     for part in _slices(x, start, start + values.numel()):
-        part.copy_(values[first : first + part.numel()].view(part.shape))
-        first += part.numel()
+        part.copy_(values[piece_start : piece_start + part.numel()].view(part.shape))
+        piece_start += part.numel()
 
 
 def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
@@ -32,9 +32,9 @@ def _slices(x: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
     if x.ndim < 2:
         return [x[start:stop] if x.ndim else x]
     row = x[0].numel()
-    first, last = -(-start // row), stop // row  # the full rows are [first, last)
-    if first > last:  # all in one row
-        return _slices(x[last], start - last * row, stop - last * row)
-    before = _slices(x[first - 1], start - (first - 1) * row, row) if first * row > start else []
-    after = _slices(x[last], 0, stop - last * row) if last * row < stop else []
-    return [*before, *([x[first:last]] if first < last else []), *after]
+    first_row, last_row = -(-start // row), stop // row  # the full rows are [first, last)
+    if first_row > last_row:  # all in one row
+        return _slices(x[last_row], start - last_row * row, stop - last_row * row)
+    before = _slices(x[first_row - 1], start - (first_row - 1) * row, row) if first_row * row > start else []
+    after = _slices(x[last_row], 0, stop - last_row * row) if last_row * row < stop else []
+    return [*before, *([x[first_row:last_row]] if first_row < last_row else []), *after]

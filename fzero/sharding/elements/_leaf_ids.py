@@ -195,10 +195,10 @@ def _number_leaves(params: Tree, values: Any) -> tuple[list[Any], Any, list[tupl
         )
         raise
     out: list[Any] = [x if x is None or is_box(x) else v for x, v in zip(entries, leaves, strict=True)]
-    first: dict[int, int] = {}  # id of a full leaf -> its position
+    first_positions: dict[int, int] = {}  # id of a full leaf -> its position
     for position, x in enumerate(entries):
         if isinstance(x, torch.Tensor):
-            tied = first.setdefault(id(x), position)
+            tied = first_positions.setdefault(id(x), position)
             if leaves[tied] != leaves[position]:
                 raise ValueError(_conflict_message(paths[tied], paths[position]))
             out[position] = out[tied]  # one object, so that a map over both trees keeps the tie

@@ -54,11 +54,11 @@ def shard_bits(key: torch.Tensor, spec_id: int, device: torch.device) -> torch.T
     words = key_words(key.to(device), path_keys.index_select(0, row).squeeze(0))
     in_unit = unit_positions(spec_id, device)
     offsets = tensor_on([*spec.offsets[:-1], spec.numel], dtype=in_unit.dtype, device=device)
-    first, second, offset = spread_leaf_values(spec_id, in_unit, [*words, offsets])
+    first_word, second_word, offset = spread_leaf_values(spec_id, in_unit, [*words, offsets])
     position = in_unit - offset
     if any(not split.stacked for split in spec.split):
         position = _position_in_full_leaf(spec_id, position.to(torch.int64), leaf_ids(spec_id, device))
-    return words_at(first, second, position)
+    return words_at(first_word, second_word, position)
 
 
 @assume_constant_result
@@ -113,9 +113,9 @@ def _position_in_full_leaf(spec_id: int, position: torch.Tensor, leaf: torch.Ten
     full_strides = [[math.prod(shape[d + 1 :]) for d in range(ndim)] for shape in full_shapes]
     strides = tensor_on([*full_strides, [0] * (ndim - 1) + [1]], device=device)
     first_positions = (part_indices * sizes * strides).sum(1)  # of this rank's parts in the full leaves: [m + 1]
-    full_position, rest = first_positions[leaf], position  # [k]
+    full_position, remainder = first_positions[leaf], position  # [k]
     for d in reversed(range(ndim)):
         size = sizes[:, d].clamp(min=1)[leaf]
-        full_position = full_position + rest % size * strides[:, d][leaf]
-        rest = torch.div(rest, size, rounding_mode="floor")
+        full_position = full_position + remainder % size * strides[:, d][leaf]
+        remainder = torch.div(remainder, size, rounding_mode="floor")
     return full_position

@@ -37,16 +37,18 @@ def _apply_row(name: str, axis: Axis, options: _Options, *xs: torch.Tensor) -> t
 
 def _apply_row_to_part(name: str, spec_id: int, axes: Sequence[Axis], *xs: torch.Tensor) -> torch.Tensor:
     """Apply a row that depends on which part of a unit this rank has, and sends nothing."""
-    first, *rest = axes
-    ranks = math.prod([a.size for a in rest])
-    if all(a.group for a in rest):
+    first_axis, *other_axes = axes
+    ranks = math.prod([a.size for a in other_axes])
+    if all(a.group for a in other_axes):
         index = 0
-        for a in rest:
+        for a in other_axes:
             index = index * a.size + a.rank
-        return _apply_row(name, first, UnitPartOptions(spec_id, index, ranks), *xs)
+        return _apply_row(name, first_axis, UnitPartOptions(spec_id, index, ranks), *xs)
     # under vmap an index is no number: compute what each rank would, and take this rank's
-    y = torch.cat([_apply_row(name, first, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1)
-    for a in rest:
+    y = torch.cat(
+        [_apply_row(name, first_axis, UnitPartOptions(spec_id, index, ranks), *xs) for index in range(ranks)], -1
+    )
+    for a in other_axes:
         (y,) = apply(a.token, "own_part", a.binding, DimOptions(-1), y)
     return y
 
@@ -80,12 +82,12 @@ def coded_gather(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> Ten
 
 def _encode_gradients(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payloads of a unit's gradient for all ranks, and the magnitudes that the ranks share."""
-    spec, first, unit = lookup_spec(spec_id), axes[0], UnitOptions(spec_id)
-    padding = padded_numel(spec, first.size) - spec.numel
+    spec, first_axis, unit = lookup_spec(spec_id), axes[0], UnitOptions(spec_id)
+    padding = padded_numel(spec, first_axis.size) - spec.numel
     leading = leaves[0].ndim - len(spec.shapes[0])
     buffer = flatten_leaves([x.detach() for x in leaves], leading, padding)
-    magnitudes = _largest_magnitudes(spec_id, axes, _apply_row("unit_magnitudes", first, unit, buffer))
-    return _apply_row("unit_payload", first, unit, buffer, magnitudes), magnitudes
+    magnitudes = _largest_magnitudes(spec_id, axes, _apply_row("unit_magnitudes", first_axis, unit, buffer))
+    return _apply_row("unit_payload", first_axis, unit, buffer, magnitudes), magnitudes
 
 
 def coded_reduce_scatter(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Tensors:
@@ -115,14 +117,14 @@ def coded_all_reduce(spec_id: int, axes: Sequence[Axis], leaves: Tensors) -> Ten
 
     The sums of integer codes are integers. So they are gathered in as few bytes as the largest possible sum needs.
     """
-    spec, (first, *rest), unit = lookup_spec(spec_id), axes, UnitOptions(spec_id)
+    spec, (first_axis, *other_axes), unit = lookup_spec(spec_id), axes, UnitOptions(spec_id)
     in_sum = UnitSumOptions(spec_id, math.prod([a.size for a in axes]))
     payload, magnitudes = _encode_gradients(spec_id, axes, leaves)
-    sums = _apply_row("sum_of_payloads", first, unit, payload)
-    for a in rest:
+    sums = _apply_row("sum_of_payloads", first_axis, unit, payload)
+    for a in other_axes:
         (sums,) = apply(a.token, "psum", a.binding, NoOptions(), sums)
-    payload = _apply_row("gather_flat", first, unit, _apply_row("sum_bytes", first, in_sum, sums))
-    return view_leaves(spec, to_gradient_dtype(spec, _apply_row("unit_sum", first, in_sum, payload, magnitudes)))
+    payload = _apply_row("gather_flat", first_axis, unit, _apply_row("sum_bytes", first_axis, in_sum, sums))
+    return view_leaves(spec, to_gradient_dtype(spec, _apply_row("unit_sum", first_axis, in_sum, payload, magnitudes)))
 
 
 def encode_shard(spec_id: int, axes: Sequence[Axis], shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

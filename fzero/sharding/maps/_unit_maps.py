@@ -44,13 +44,13 @@ def _is_single(axes: Sequence[Axis]) -> bool:
 
 def _apply_rows(name: str, axes: Sequence[Axis], spec_id: int, xs: Tensors) -> tuple[torch.Tensor, ...]:
     """Apply a row over several axes without a codec."""
-    first, *rest = axes or [NO_AXIS]
+    first_axis, *other_axes = axes or [NO_AXIS]
     if name == "gather":  # the inverse: the slowest axis last
-        for a in rest[::-1]:
+        for a in other_axes[::-1]:
             xs = apply(a.token, "gather_shards", a.binding, UnitOptions(spec_id), *xs)
-        return apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
-    xs = apply(first.token, name, first.binding, UnitOptions(spec_id), *xs)
-    for a in rest:
+        return apply(first_axis.token, name, first_axis.binding, UnitOptions(spec_id), *xs)
+    xs = apply(first_axis.token, name, first_axis.binding, UnitOptions(spec_id), *xs)
+    for a in other_axes:
         row = _SINGLE_TENSOR_ROW.get(name, name)
         options = DimOptions(-1) if row in _OF_ANY_TENSOR else UnitOptions(spec_id)
         xs = apply(a.token, row, a.binding, options, *xs)

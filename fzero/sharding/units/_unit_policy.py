@@ -84,15 +84,15 @@ def find_unit_leaves(params: Tree) -> _UnitLeaves:
         TypeError: if the tree has none.
     """
     unit_leaves = _UnitLeaves({}, {})
-    first = dict[Any, str]()
+    first_paths = dict[Any, str]()
     paths, leaves, _ = tree.flatten_with_paths(params, is_box)
     for path, x in zip(paths, leaves, strict=True):
         if not (isinstance(x, torch.Tensor) or is_box(x)) or not x.dtype.is_floating_point:
             continue
-        if tree.identity(x) in first:
-            unit_leaves.ties[path] = first[tree.identity(x)]
+        if tree.identity(x) in first_paths:
+            unit_leaves.ties[path] = first_paths[tree.identity(x)]
         else:
-            first[tree.identity(x)] = path
+            first_paths[tree.identity(x)] = path
             unit_leaves.leaves[path] = x
     if not unit_leaves.leaves:
         raise TypeError(

@@ -89,7 +89,7 @@ def _list_differences(run: PlannedRun) -> tuple[str, ...]:
     c, is_fsdp = run.config, _is_fsdp(run)
     sync_option = ", sync_each_batch=True" if c.stage > 1 else ""
     precision = c.precision if is_fsdp else "float32"
-    before = [
+    lines_above = [
         (
             True,
             f"DataLoader(batch_size={c.micro_batch}) and accelerator.clip_grad_norm_(..., 1.0) stand in your program.",
@@ -113,8 +113,8 @@ def _list_differences(run: PlannedRun) -> tuple[str, ...]:
             "backward pass.",
         ),
     ]
-    after = [(c.precision != "float32", f"Gradients are summed over ranks in {precision}.")]
-    return (*applicable_lines(before), *unsupported_settings(c, _remedies(run)), *applicable_lines(after))
+    lines_below = [(c.precision != "float32", f"Gradients are summed over ranks in {precision}.")]
+    return (*applicable_lines(lines_above), *unsupported_settings(c, _remedies(run)), *applicable_lines(lines_below))
 
 
 _REMEDIES = {

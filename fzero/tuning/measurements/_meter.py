@@ -71,13 +71,13 @@ class _DeviceMeter(Meter):
     def __call__(self, call: Callable[[], Any], memory: bool) -> tuple[Any, Measurement]:
         """Call a function between two events of the device, and return its result and a measurement to read later."""
         start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        before = torch.accelerator.memory_allocated(self._device) if memory else None
+        bytes_before = torch.accelerator.memory_allocated(self._device) if memory else None
         if memory:
             torch.accelerator.reset_peak_memory_stats(self._device)
         start.record(torch.accelerator.current_stream(self._device))
         out = call()
         end.record(torch.accelerator.current_stream(self._device))
-        last, self._last = self._last, end
+        previous_end, self._last = self._last, end
 
         def seconds() -> float:
             end.synchronize()
@@ -85,14 +85,14 @@ class _DeviceMeter(Meter):
 
         measurement = Measurement(
             seconds,
-            lambda: 0.0 if last is None else last.elapsed_time(start) / 1e3,
+            lambda: 0.0 if previous_end is None else previous_end.elapsed_time(start) / 1e3,
             end.query,
         )
-        if before is not None:
+        if bytes_before is not None:
             stats = torch.accelerator.memory_stats(self._device)
             measurement = measurement._replace(
-                added_bytes=stats["allocated_bytes.all.peak"] - before,
-                before_bytes=before,
+                added_bytes=stats["allocated_bytes.all.peak"] - bytes_before,
+                before_bytes=bytes_before,
                 reserved_bytes=stats["reserved_bytes.all.peak"],
                 retries=stats["num_alloc_retries"],
             )

@@ -130,10 +130,12 @@ class _ExtrapolationModels:
     def _fastest_settings(self, plans: Mapping[int, _PlanSummaries]) -> dict[int, PlanSettings] | None:
         """Return the settings that fzero.jit would choose on each rank; None without a schedule that all plans have."""
         assert self.config.depth is not None
-        first, *_, last = plans
+        first_depth, *_, last_depth = plans
         summaries = {
-            rank: extrapolate((first, plans[first][rank]), (last, plans[last][rank]), self.config.depth)
-            for rank in plans[first]
+            rank: extrapolate(
+                (first_depth, plans[first_depth][rank]), (last_depth, plans[last_depth][rank]), self.config.depth
+            )
+            for rank in plans[first_depth]
         }
         if not all(summary.schedules for summary in summaries.values()):
             return None

@@ -32,11 +32,11 @@ def choose_depths(config: Configuration, is_uniform: bool = False) -> tuple[int,
     if config.depth is None:
         return ()
     stages = config.pp * config.pipeline_stages if config.pp > 1 else 1
-    blocks_per_stage, rest = divmod(config.depth, stages)
+    blocks_per_stage, remaining_blocks = divmod(config.depth, stages)
     uniform = _DEPTHS_OF_STAGE if config.pp > 1 else _DEPTHS_IF_UNIFORM
     blocks = uniform if is_uniform and config.remat != EVERY_SECOND else _DEPTHS_BY_PARITY[blocks_per_stage % 2]
     fewer = [n for i, n in enumerate(blocks) if sum(blocks[: i + 1]) <= blocks_per_stage]
-    return tuple([n * stages + rest for n in fewer]) if len(fewer) >= 3 else ()
+    return tuple([n * stages + remaining_blocks for n in fewer]) if len(fewer) >= 3 else ()
 
 
 def extrapolate(shallow: tuple[int, PlanSummary], deep: tuple[int, PlanSummary], depth: int) -> PlanSummary:

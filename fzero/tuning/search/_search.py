@@ -99,9 +99,9 @@ def refine(rows: Sequence[TableRow], start: StartPlan, budget_bytes: float) -> l
 
 def _deciding_rows(rows: Sequence[TableRow], budget_bytes: float) -> list[TableRow]:
     """List the rows that decide about the best one, as `refine` describes them."""
-    first = sorted([r for r in rows if r.peak_bytes <= budget_bytes], key=lambda r: r.seconds)[:_FULL_ROWS]
-    slowest = first[-1].seconds if len(first) == _FULL_ROWS else math.inf
+    fitting_rows = sorted([r for r in rows if r.peak_bytes <= budget_bytes], key=lambda r: r.seconds)[:_FULL_ROWS]
+    slowest = fitting_rows[-1].seconds if len(fitting_rows) == _FULL_ROWS else math.inf
     deciding = [
         r for r in rows if budget_bytes < r.peak_bytes <= _BUDGET_TOLERANCE * budget_bytes and r.seconds <= slowest
     ]
-    return [*first, *deciding] if first else [*deciding, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]
+    return [*fitting_rows, *deciding] if fitting_rows else [*deciding, *sorted(rows, key=lambda r: r.peak_bytes)[:1]]

@@ -76,13 +76,13 @@ def _waiting_nodes(nodes: Sequence[Node], feeds_work: set[Node], late: set[Node]
     An example is a unit's new state, which is used only if all gradients are finite. It is computed after that check;
     otherwise the new states of all units would wait for the check at once.
     """
-    before = collectives_before(nodes)
+    collective_counts = collectives_before(nodes)
     postponed: set[Node] = set()
     for n in reversed(nodes):
         if n in feeds_work or n in late or not is_cheap(n) or is_wait(n) or is_collective(n) or is_write(n):
             continue
         users = [u for u in n.users if u not in postponed]  # the output has no count, so its operands never wait
-        if n.users and all(before.get(u, -1) > before[n] and not is_collective(u) for u in users):
+        if n.users and all(collective_counts.get(u, -1) > collective_counts[n] and not is_collective(u) for u in users):
             postponed.add(n)
     return {n for part in _connected_parts(nodes, postponed) if _grows_memory(part, late) for n in part}
 

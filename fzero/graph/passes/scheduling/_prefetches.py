@@ -48,11 +48,11 @@ def fit_prefetches(
     position = {n: i for i, n in enumerate(order)}
     live = list(live)
     gathers_before: dict[Node, list[Node]] = {}
-    first: dict[Node, int] = {}  # the earliest position at which each gather may start
+    earliest_starts: dict[Node, int] = {}  # the earliest position at which each gather may start
     for before, gathers in ahead.items():
         for g in gathers:
-            first.setdefault(g, position[before])
-    for g, earliest in first.items():
+            earliest_starts.setdefault(g, position[before])
+    for g, earliest in earliest_starts.items():
         size, until = nbytes(*node_stand_ins(g), *argument_stand_ins(g)), _packing_start(g, order, position)
         start = until
         while start > earliest and live[start - 1] + size <= limit:
