@@ -56,7 +56,7 @@ def state(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     return results
 
 
-def measure_cache(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
+def cache(mesh: fzero.ranks.Mesh) -> dict[str, Any]:
     """Return what the allocator holds, and what tensors use, after `init` of 16 half-precision leaves of 12 MB."""
     opt = optim.master_weights(optim.adam(0.1), optim.Precision(torch.bfloat16))
     results = {}
@@ -132,7 +132,7 @@ def mean_of_zeros(totals: Iterable[tuple[Any, torch.Tensor]]) -> Any:
     return tree.map(torch.Tensor.item, [*totals][-1][0])
 
 
-FACTS = {f.__name__: f for f in (state, measure_cache, batches, prefetch, elsewhere)}
+FACTS = {f.__name__: f for f in (state, cache, batches, prefetch, elsewhere)}
 
 
 def main() -> None:

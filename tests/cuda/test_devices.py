@@ -36,7 +36,7 @@ def test_init_takes_little_more_of_the_gpu_than_it_leaves_there(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_leaves_no_memory_in_the_allocator_that_only_full_leaves_needed(kind):
     """For want of it a ViT-g reserved 22.0 GB on an H200, for a peak of 13.9."""
-    for stage, facts in read_facts("cached")[kind].items():
+    for stage, facts in read_facts("cache")[kind].items():
         assert facts["reserved"] <= 1.1 * facts["used"] + 2 * 20 * 2**20, f"stage {stage}"
 
 

@@ -161,8 +161,8 @@ def test_modules_and_functions_nest_in_a_flame_chart(backend):
         assert 0 <= cost.backward_seconds <= cost.seconds
     if backend == "inductor":
         return
-    assert {(*BLOCK, "linear"), (*BLOCK, "scaled")} <= set(costs)
-    for name in ("linear", "scaled"):  # the backward pass counts for the forward operation's module
+    assert {(*BLOCK, "linear"), (*BLOCK, "scale")} <= set(costs)
+    for name in ("linear", "scale"):  # the backward pass counts for the forward operation's module
         assert 0 < costs[*BLOCK, name].backward_seconds < costs[*BLOCK, name].seconds
     tanh = [s for s in result.spans if s.name == "aten::tanh"]
     assert [s.stack[-1] for s in tanh] == ["blocks.0", "blocks.1"]  # not _activate, a part of its module
