@@ -119,14 +119,14 @@ def agree(
     return channel, result
 
 
-def _named_difference(first: str, second: str, rank: int) -> str:
+def _named_difference(reference: str, outlier_text: str, rank: int) -> str:
     """Name the folder, leaf or value that differs, if each text is a folder and a layout; else return ""."""
-    if not all("\n{" in x for x in (first, second)):
+    if not all("\n{" in x for x in (reference, outlier_text)):
         return ""
-    (folder, first), (folder_of_other, second) = [x.split("\n", 1) for x in (first, second)]
+    (folder, reference), (folder_of_other, outlier_text) = [x.split("\n", 1) for x in (reference, outlier_text)]
     if folder != folder_of_other:
         return f"{folder!r} on rank 0 and {folder_of_other!r} on rank {rank}"
-    layouts = [json.loads(x) for x in (first, second)]
+    layouts = [json.loads(x) for x in (reference, outlier_text)]
     for kind, word in (("leaves", "leaf"), ("values", "value")):
         a, b = [_texts_by_path(layout, kind) for layout in layouts]
         path = next((p for p in (*a, *b) if p not in a or p not in b or a[p] != b[p]), None)
@@ -143,13 +143,14 @@ def _texts_by_path(layout: Any, kind: str) -> dict[str, str]:
     return {path: f"{dtype} {shape}" for path, dtype, shape, *_ in layout["leaves"]}
 
 
-def _first_difference(first: str, second: str) -> str:
+def _first_difference(reference: str, outlier_text: str) -> str:
     """Show where two texts begin to differ."""
     index = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (i for i, (a, b) in enumerate(zip(reference, outlier_text, strict=False)) if a != b),
+        min(len(reference), len(outlier_text)),
     )
     start = max(index - 40, 0)
-    return f"...{first[start : index + 40]!r}... and ...{second[start : index + 40]!r}..."
+    return f"...{reference[start : index + 40]!r}... and ...{outlier_text[start : index + 40]!r}..."
 
 
 class StoreChannel:

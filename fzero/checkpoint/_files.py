@@ -73,8 +73,8 @@ class Files(Protocol):
         """Remove files, if they exist."""
         ...
 
-    def remove_all(self, first: str = "") -> None:
-        """Remove the folder, the file `first` before all others. If the folder is a link, remove only the link."""
+    def remove_all(self, first_name: str = "") -> None:
+        """Remove the folder, the file `first_name` before all others. If the folder is a link, remove only the link."""
         ...
 
     def exclusive(self) -> contextlib.AbstractContextManager[Any]:
@@ -244,12 +244,12 @@ class LocalFolder:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(self._path_of(name))
 
-    def remove_all(self, first: str = "") -> None:
-        """Remove the folder, the file `first` before all others. If the folder is a link, remove only the link."""
+    def remove_all(self, first_name: str = "") -> None:
+        """Remove the folder, the file `first_name` before all others. If the folder is a link, remove only the link."""
         if os.path.islink(self.path):
             os.unlink(self.path)
             return
-        self.remove([first] if first else [])
+        self.remove([first_name] if first_name else [])
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager

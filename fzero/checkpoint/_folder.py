@@ -378,7 +378,7 @@ class Checkpoints:
         for step in step_numbers(self._files):
             if step < newest and step not in keep:
                 # the manifest first, so that a partial removal is not a checkpoint
-                self._files.subfolder(step_name(step)).remove_all(first=MANIFEST)
+                self._files.subfolder(step_name(step)).remove_all(first_name=MANIFEST)
 
 
 def step_numbers(files: Files) -> list[int]:

@@ -254,9 +254,9 @@ def _read_ranges(files: Files, manifest: Manifest, local: LocalTree, by_file: di
 
 
 def read_requests(
-    manifest: Manifest, leaf: int, target: ChunkRange, x: torch.Tensor, first: int
+    manifest: Manifest, leaf: int, target: ChunkRange, x: torch.Tensor, first_element: int
 ) -> Iterator[tuple[int, ReadRequest]]:
-    """Find the parts of files that hold a range of a leaf. The range begins at element `first` of the tensor `x`.
+    """Find the parts of files that hold a range of a leaf. It begins at element `first_element` of the tensor `x`.
 
     Yields:
         The rank whose file holds the part, and the read.
@@ -265,7 +265,7 @@ def read_requests(
     for writer, piece_offset, numel in manifest.layout.writers(leaf, target):
         for run in runs(numel, target):
             start = manifest.data_start(writer) + piece_offset + run.source_offset * size
-            yield writer, ReadRequest(start, run.numel * size, x, first + run.target_offset)
+            yield writer, ReadRequest(start, run.numel * size, x, first_element + run.target_offset)
 
 
 def read_pages(files: Files, manifest: Manifest, rank: int, requests: Sequence[ReadRequest]) -> None:

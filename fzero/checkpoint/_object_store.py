@@ -92,9 +92,9 @@ class Remote:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path_of(name))
 
-    def remove_all(self, first: str = "") -> None:
-        """Remove the folder, the file `first` before all others."""
-        self.remove([first] if first else [])
+    def remove_all(self, first_name: str = "") -> None:
+        """Remove the folder, the file `first_name` before all others."""
+        self.remove([first_name] if first_name else [])
         self.remove(self.names())
         with contextlib.suppress(OSError, NotImplementedError):  # the store may have no folders
             self._fs.rmdir(self._root)

@@ -164,14 +164,14 @@ def _formula_and_lengths(
     return (_fit_calls(calls), holds, sample.entry) if len(calls) >= SAMPLES else None
 
 
-def differ_in_sizes(key: Key, other: Key) -> bool:
+def differ_in_sizes(key: Key, other_key: Key) -> bool:
     """Return whether two calls differ only in sizes and strides."""
 
     def rest(key: Key) -> Key:
         tensors = tuple([(len(shape), dtype, device, grad) for shape, dtype, _, device, grad in key.tensors])
         return key._replace(tensors=tensors)
 
-    return rest(key) == rest(other)
+    return rest(key) == rest(other_key)
 
 
 def _fit_calls(traced: Sequence[_TracedCall]) -> LengthFormula:
@@ -184,7 +184,7 @@ def _fit_calls(traced: Sequence[_TracedCall]) -> LengthFormula:
     return formula
 
 
-def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
+def _are_equal(values: Sequence[Any], other_values: Sequence[Any]) -> bool:
     """Return whether two traces captured the same constants: the same objects, or tensors of equal values."""
 
     def equal(a: Any, b: Any) -> bool:
@@ -193,7 +193,7 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
         are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         return are_tensors and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
 
-    return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
+    return len(values) == len(other_values) and all(equal(a, b) for a, b in zip(values, other_values, strict=True))
 
 
 def _record_decisions(

@@ -197,8 +197,8 @@ class PassManager:
     # the managers of loop bodies, by the function of the loop's node
     _bodies: dict[Any, "PassManager"] = field(default_factory=dict, repr=False)
 
-    def run(self, settings: PassSettings, last: str = PASSES[-1].name) -> list[PassResult]:
-        """Return the graph after each pass, in order, up to and including `last`.
+    def run(self, settings: PassSettings, last_pass: str = PASSES[-1].name) -> list[PassResult]:
+        """Return the graph after each pass, in order, up to and including `last_pass`.
 
         The bodies of loops are scheduled after the last pass over each graph, so that passes over loops find scheduled
         bodies.
@@ -215,7 +215,7 @@ class PassManager:
             if next_row is not None and next_row.runs_on_loops and not row.runs_on_loops:
                 graph = self._with_bodies(graph, settings)
             states.append(PassResult(row, arguments, graph))
-            if row.name == last:
+            if row.name == last_pass:
                 break
         return states
 
@@ -296,11 +296,11 @@ def _replace_bodies(graph: Graph, bodies: Sequence[tuple[Graph, bool]]) -> Graph
     return graph
 
 
-def _are_equal(first: Graph, second: Graph) -> bool:
+def _are_equal(graph: Graph, other_graph: Graph) -> bool:
     """Return whether two graphs are equal, node by node, so that later passes give equal results."""
-    if len(first.nodes) != len(second.nodes):
+    if len(graph.nodes) != len(other_graph.nodes):
         return False
-    return all(_are_alike(a, b) for a, b in zip(first.nodes, second.nodes, strict=True))
+    return all(_are_alike(a, b) for a, b in zip(graph.nodes, other_graph.nodes, strict=True))
 
 
 def _are_alike(a: Node, b: Node) -> bool:

@@ -104,14 +104,11 @@ class OuterStep:
             mean = wait_sum(pending_sum, anchor, self.groups.count, self.codec)
             updates, state = self.optimizer.update(mean, state, params=anchor)
             anchor = apply_updates(anchor, updates)
-            new_anchor = anchor
+            start = anchor  # of the replicas
             if self.mix:
                 part_params = select(self._in_anchor_layout(params, masters), part)
-                new_anchor = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, part_params)
-            new_values = (
-                self._as_params(new_anchor, select(params, part)),
-                _like_masters(new_anchor, select(masters, part)),
-            )
+                start = tree.map(lambda a, p: torch.lerp(a, p.to(a.dtype), self.mix), anchor, part_params)
+            new_values = (self._as_params(start, select(params, part)), _like_masters(start, select(masters, part)))
             return anchor, state, self.groups.box(new_values)
 
         with torch.no_grad():
@@ -134,10 +131,10 @@ class OuterStep:
         layout = self.step.layout
         return partition(params, reduce_grads=layout.grads) if layout.shards_within_step else params
 
-    def _as_params(self, new: Any, params: Any) -> Any:
+    def _as_params(self, new_anchor: Any, params: Any) -> Any:
         """Return new values in the dtypes and the layout of a replica's parameters."""
         old = self._partition(params)
-        rounded = tree.map(lambda x, p: x if p.dtype == x.dtype else round_master(x, p.dtype), new, old)
+        rounded = tree.map(lambda x, p: x if p.dtype == x.dtype else round_master(x, p.dtype), new_anchor, old)
         return replicate(rounded) if self.step.layout.shards_within_step else rounded
 
 
@@ -151,9 +148,9 @@ def _find_masters(state: Any) -> Any:
     return masters[0] if masters else None
 
 
-def _like_masters(new: Any, masters: Any) -> Any:
+def _like_masters(new_anchor: Any, masters: Any) -> Any:
     """Return new values where there are master weights, and None elsewhere."""
     if masters is None:
         return None
     entries = tree.flatten(masters, is_box)[0]
-    return select(new, frozenset([i for i, x in enumerate(entries) if x is not None]))
+    return select(new_anchor, frozenset([i for i, x in enumerate(entries) if x is not None]))

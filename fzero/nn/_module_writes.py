@@ -51,12 +51,12 @@ def record_versions(state: Mapping[str, torch.Tensor]) -> _Versions:
 
 
 def check_writes(
-    before: _Versions, state: Mapping[str, torch.Tensor], params: frozenset[str], mutable: frozenset[str]
+    versions_before: _Versions, state: Mapping[str, torch.Tensor], params: frozenset[str], mutable: frozenset[str]
 ) -> None:
     """Check that a forward pass replaced no parameter, and wrote in place only into mutable buffers.
 
     Args:
-        before: the tensors and versions before the call.
+        versions_before: the tensors and versions before the call.
         state: the tensors after the call, by the same names.
         params: the names of the parameters, which may not be replaced.
         mutable: the names of the buffers that may be written in place.
@@ -64,14 +64,14 @@ def check_writes(
     Raises:
         RuntimeError: if the pass wrote another tensor in place, or replaced a parameter. The message names the tensor.
     """
-    for name, x in before.tensors.items():
+    for name, x in versions_before.tensors.items():
         kind = "parameter" if name in params else "buffer"
         if name in params and state[name] is not x:
             raise RuntimeError(
                 f"the module's forward pass replaced parameter {name!r}, whose gradient would be lost: use a local "
                 "variable in forward, or torch.nn.utils.parametrize"
             )
-        if name not in mutable and tensor_version(x) != before.numbers[name]:
+        if name not in mutable and tensor_version(x) != versions_before.numbers[name]:
             expected = (
                 "change it in the train step, or let forward compute a new tensor"
                 if name in params
@@ -95,13 +95,13 @@ def module_states(module: torch.nn.Module) -> list[_ModuleState]:
     return [_ModuleState(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
 
 
-def restore_modules(before: list[_ModuleState], traced: bool) -> None:
+def restore_modules(states_before: list[_ModuleState], traced: bool) -> None:
     """Restore a module's parameters and buffers after a call. After a trace, restore all attributes too.
 
     `functional_call` does not restore a submodule that is registered twice. A trace leaves tensors without values in
     attributes.
     """
-    for state in before:
+    for state in states_before:
         m = state.module
         if traced:
             m.__dict__.clear()
@@ -202,7 +202,7 @@ class LeftoverCheck(NamedTuple):
         return any(fnmatchcase(self.prefix + name, pattern) for pattern in self.ignored)
 
 
-def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: LeftoverCheck) -> None:
+def check_leftovers(contents_before: _ModuleContents, module: torch.nn.Module, check: LeftoverCheck) -> None:
     """Refuse a value that a forward pass left in an attribute if a later reader would miss it; else give a notice.
 
     Raises:
@@ -210,21 +210,21 @@ def check_leftovers(before: _ModuleContents, module: torch.nn.Module, check: Lef
             parameters, or, in a trace, changed a plain value. The message names the attribute.
     """
     after = record_contents(module)
-    for name in sorted(after.parameters - before.parameters):
+    for name in sorted(after.parameters - contents_before.parameters):
         raise RuntimeError(
             f"{check.kind}'s forward pass made parameter {name!r}, which would not be trained: make it in the "
             "constructor, or run the module once on a batch before fzero.nn.functional(module)"
         )
     leftovers = {
-        name: [x for key, x in xs.items() if key not in before.tensors.get(name, {})]
+        name: [x for key, x in xs.items() if key not in contents_before.tensors.get(name, {})]
         for name, xs in after.tensors.items()
     }
-    leftovers |= {name: [x] for name, x in after.buffers.items() if name not in before.buffers}
+    leftovers |= {name: [x] for name, x in after.buffers.items() if name not in contents_before.buffers}
     for name, xs in leftovers.items():
         if xs and not check.is_ignored(name):
             _report_tensors(name, xs, check)
     for name, value in after.values.items():
-        old_value = before.values.get(name)
+        old_value = contents_before.values.get(name)
         # an attribute that was absent or None is filled in once: a cache, and no counter
         if old_value is not None and old_value != value and not check.is_ignored(name):
             _report_value(name, old_value, value, check)
@@ -250,11 +250,11 @@ def _report_tensors(name: str, tensors: list[torch.Tensor], check: LeftoverCheck
     )
 
 
-def _report_value(name: str, old: Any, new: Any, check: LeftoverCheck) -> None:
+def _report_value(name: str, old_value: Any, new_value: Any, check: LeftoverCheck) -> None:
     """Warn once of an attribute that a forward pass changed; raise an error if a trace would keep its value."""
     label = (
         f"fzero.nn: {check.kind}'s forward pass changed its attribute {check.prefix + name!r} from "
-        f"{reprlib.repr(old)} to {reprlib.repr(new)}"
+        f"{reprlib.repr(old_value)} to {reprlib.repr(new_value)}"
     )
     if check.is_traced:
         raise RuntimeError(

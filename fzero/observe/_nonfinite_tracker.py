@@ -126,10 +126,10 @@ class NonFiniteTracker:
     # Operations.
 
     def _record_results(
-        self, operation: WatchedOperation, overwritten: list[Edge], new: Sequence[torch.Tensor]
+        self, operation: WatchedOperation, overwritten: list[Edge], new_tensors: Sequence[torch.Tensor]
     ) -> None:
         """Record whether an operation's results are non-finite, and from which operands they have it."""
-        kinds = [(x, nonfinite_kind(x)) for x in (*new, *operation.mutated_arguments)]
+        kinds = [(x, nonfinite_kind(x)) for x in (*new_tensors, *operation.mutated_arguments)]
         kind = _Kind(*[any(k[i] for _, k in kinds) for i in range(3)])
         mutated_ids = {id(x) for x in operation.mutated_arguments}
         parents = (

@@ -141,12 +141,12 @@ class _JsonLines:
         with open(self._path, "a") as f:
             f.writelines([json.dumps({"step": step, **_json_values(row)}) + "\n" for step, row in rows])
 
-    def _truncate_from(self, first: int) -> None:
-        """Remove the lines from step `first` on, and a last line that a kill cut off."""
+    def _truncate_from(self, first_step: int) -> None:
+        """Remove the lines from step `first_step` on, and a last line that a kill cut off."""
         os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
         if os.path.exists(self._path):
             with open(self._path) as f:
-                lines = list(_lines_before(f, first))
+                lines = list(_lines_before(f, first_step))
             part = f"{self._path}.{os.getpid()}.tmp"
             with open(part, "w") as f:
                 f.writelines(lines)
@@ -154,14 +154,14 @@ class _JsonLines:
         self._has_begun = True
 
 
-def _lines_before(lines: Iterable[str], first: int) -> Iterable[str]:
-    """Yield the lines of steps before step `first`."""
+def _lines_before(lines: Iterable[str], first_step: int) -> Iterable[str]:
+    """Yield the lines of steps before step `first_step`."""
     for line in lines:
         try:
             step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):  # cut off
             continue
-        if step < first:
+        if step < first_step:
             yield line
 
 

@@ -220,17 +220,17 @@ def _row_cells(row: "TableRow") -> list[str]:
     ]
 
 
-def render_comparison(first: "ConfigurationTable", second: "ConfigurationTable", names: tuple[str, str]) -> Any:
+def render_comparison(table: "ConfigurationTable", other_table: "ConfigurationTable", names: tuple[str, str]) -> Any:
     """Render the configurations that two tables share, side by side. They are sorted by the seconds of the second.
 
     Args:
-        first: a table.
-        second: another table.
+        table: a table.
+        other_table: another table.
         names: the names of both tables.
     """
     from rich.table import Table as RichTable
 
-    old_rows = {r.config: r for r in first.rows}
+    old_rows = {r.config: r for r in table.rows}
     grid = RichTable(box=None, pad_edge=False, header_style="bold")
     for name in (
         "configuration",
@@ -239,12 +239,12 @@ def render_comparison(first: "ConfigurationTable", second: "ConfigurationTable",
         "seconds",
     ):
         grid.add_column(name, justify="left" if name == "configuration" else "right", no_wrap=True)
-    for row in sorted(second.rows, key=lambda r: r.seconds):
+    for row in sorted(other_table.rows, key=lambda r: r.seconds):
         if (old := old_rows.get(row.config)) is not None:
             peaks, times = (old.peak_bytes, row.peak_bytes), (old.seconds, row.seconds)
             changes = [f"{b / a - 1:+.1%}" for a, b in (peaks, times)]
             grid.add_row(str(row.config), *map(format_bytes, peaks), *map(format_seconds, times), *changes)
-    unique = [len(a.rows) - grid.row_count for a in (first, second)]
+    unique = [len(a.rows) - grid.row_count for a in (table, other_table)]
     if any(unique):
         grid.add_row(f"{unique[0]} only in {names[0]}, {unique[1]} only in {names[1]}", style="dim")
     return grid

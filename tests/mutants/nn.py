@@ -195,6 +195,6 @@ MUTANTS = [
         Fault("attributes that the user declares constant are refused", "LeftoverCheck.is_ignored", returns("False")),
         Fault("tensors in a list in an attribute are not found", "tensors_in", never("isinstance(A, B)", at="2 of 3")),
         Fault("a parameter that a call replaces is not reported", "check_writes", never("A[B] is not C")),
-        Fault("a module is not restored after a call", "restore_modules", becomes("before", "()"), LEFT),
+        Fault("a module is not restored after a call", "restore_modules", becomes("states_before", "()"), LEFT),
     ),
 ]

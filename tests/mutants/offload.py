@@ -182,7 +182,7 @@ MUTANTS = [
         Fault(
             "an overflow does not skip the host's part of an update",
             "_select_if_good",
-            returns("torch.where(is_finite, new, old) if space == 'device' else new", at="2 of 2"),
+            returns("torch.where(is_finite, new_values, old_values) if space == 'device' else new_values", at="2 of 2"),
         ),
     ),
     *File("checkpoint/layout/_local_tree.py", OFFLOAD_DELAY).faults(

@@ -249,7 +249,7 @@ MUTANTS = [
     ),
     *File("optim/wrappers/_loss_scaling.py", LOSS_SCALING).faults(
         Fault("a rank decides alone whether to skip a step", "all_finite", bare("B(A, axes)")),
-        Fault("a skipped step changes the state", "_select_if_good", becomes("old", "new")),
+        Fault("a skipped step changes the state", "_select_if_good", becomes("old_values", "new_values")),
         Fault(
             "the updates of a skipped step are 0.0, not -0.0",
             "dynamic_loss_scale.update",

@@ -6,7 +6,7 @@ import pytest
 
 from fzero.plugs import transformers as plug
 from tests.distributed.launch import torchrun
-from tests.plugs.helpers import logged
+from tests.plugs.helpers import list_logged
 from tests.plugs.train_seq2seq import make
 
 
@@ -14,7 +14,7 @@ def test_an_eager_step_trains_an_encoder_and_decoder_as_the_plain_trainer(tmp_pa
     plain, sharded = make(tmp_path, 3), plug.shard_trainer(make(tmp_path, 3), stage=3, backend=None)
     for trainer in (plain, sharded):
         trainer.train()
-    assert logged(sharded, "loss", "grad_norm") == pytest.approx(logged(plain, "loss", "grad_norm"), abs=1e-4)
+    assert list_logged(sharded, "loss", "grad_norm") == pytest.approx(list_logged(plain, "loss", "grad_norm"), abs=1e-4)
     rows = plain.eval_dataset
     assert (sharded.predict(rows).predictions == plain.predict(rows).predictions).all()
 

@@ -212,7 +212,7 @@ def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: st
                     _write_run(
                         fd=fds[i],
                         target=plan[i].tensors[piece.leaf],
-                        first=run.target_offset,
+                        target_offset=run.target_offset,
                         x=x.detach(),
                         start=start + run.source_offset,
                         numel=run.numel,
@@ -224,10 +224,10 @@ def _write_local(files: LocalFolder, plan: Sequence[_SafetensorsFile], nonce: st
             os.close(fd)
 
 
-def _write_run(fd: int, target: StoredTensor, first: int, x: torch.Tensor, start: int, numel: int) -> None:
+def _write_run(fd: int, target: StoredTensor, target_offset: int, x: torch.Tensor, start: int, numel: int) -> None:
     """Write elements of a tensor to their range of a file. If they must be cast, they are cast in small parts."""
     assert target.dtype is not None
-    offset = target.offset + first * target.dtype.itemsize
+    offset = target.offset + target_offset * target.dtype.itemsize
     if target.dtype == x.dtype:
         for view in byte_views(x, start, start + numel):
             offset = _write_at(fd, view, offset)

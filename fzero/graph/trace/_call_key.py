@@ -66,20 +66,20 @@ def _global_settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), casts
 
 
-def recompilation_reason(old: Key, arguments: Arguments) -> str:
+def recompilation_reason(old_key: Key, arguments: Arguments) -> str:
     """Return one line that says how a call differs from an earlier one."""
     new_key = call_key(arguments)
-    if old.structure != new_key.structure or len(old.tensor_indices) != len(new_key.tensor_indices):
+    if old_key.structure != new_key.structure or len(old_key.tensor_indices) != len(new_key.tensor_indices):
         return "the arguments have another structure"
-    if old.settings != new_key.settings:
+    if old_key.settings != new_key.settings:
         return "torch's default dtype, grad mode or autocast was switched"
-    for name, old_leaf, new_leaf in zip(arguments.leaf_names, _leaf_texts(old), _leaf_texts(new_key), strict=True):
+    for name, old_leaf, new_leaf in zip(arguments.leaf_names, _leaf_texts(old_key), _leaf_texts(new_key), strict=True):
         if old_leaf.text != new_leaf.text:
             return f"{name} was {old_leaf.text} and is {new_leaf.text}"
         if old_leaf != new_leaf:
             return f"{name} was {old_leaf.text}{old_leaf.details} and is {new_leaf.text}{new_leaf.details}"
-    names = zip(arguments.leaf_names, old.tensor_indices, new_key.tensor_indices, strict=True)
-    if old.tensor_indices == new_key.tensor_indices:
+    names = zip(arguments.leaf_names, old_key.tensor_indices, new_key.tensor_indices, strict=True)
+    if old_key.tensor_indices == new_key.tensor_indices:
         return "the leaves of a unit lie side by side in memory in one call, and not in the other"
     return next(f"{name} is tied to another tensor than before" for name, before, after in names if before != after)
 

@@ -68,11 +68,11 @@ def _record_calls(f: Callable[..., Any], *args: Any) -> _Calls | None:
     return recorder.calls
 
 
-def _are_same_calls(first: _Calls | None, second: _Calls | None) -> bool:
+def _are_same_calls(calls: _Calls | None, other_calls: _Calls | None) -> bool:
     """Return whether two lists of calls certainly belong to one function."""
-    if first is None or second is None:
+    if calls is None or other_calls is None:
         return False
-    return len(first) == len(second) and all(_are_same(a, b) for a, b in zip(first, second, strict=True))
+    return len(calls) == len(other_calls) and all(_are_same(a, b) for a, b in zip(calls, other_calls, strict=True))
 
 
 def _are_same(a: Any, b: Any) -> bool:

@@ -285,11 +285,11 @@ def split_module(
     return _ModuleSplit(split, {"blocks": [part.params for part in parts], "rest": outer_part.params})
 
 
-def _share_constants(constants: NamedTensors, first: NamedTensors) -> NamedTensors:
+def _share_constants(constants: NamedTensors, first_constants: NamedTensors) -> NamedTensors:
     """Replace constants that equal the first block's by the first block's own tensors."""
 
     def share(name: str, x: torch.Tensor) -> torch.Tensor:
-        other = first.get(name)
+        other = first_constants.get(name)
         is_equal = other is not None and other.dtype == x.dtype and not x.is_meta and torch.equal(other, x)
         return other if is_equal and other is not None else x
 

@@ -49,13 +49,13 @@ def mark_role(values: Any, role: _Role) -> None:
         marks.update({id(x): (weakref.ref(x), version_key(x), role) for x in tree.tensors(values)})
 
 
-def mark_state(old: Any, new: Any) -> None:
+def mark_state(old_state: Any, new_state: Any) -> None:
     """Note the tensors of an update's new state, and those of its old state that the new one does not hold."""
     if _current_marks() is None:
         return
-    tensor_ids = {id(x) for x in tree.tensors(new)}
-    mark_role(new, "state")
-    mark_role([x for x in tree.tensors(old) if id(x) not in tensor_ids], "old state")
+    tensor_ids = {id(x) for x in tree.tensors(new_state)}
+    mark_role(new_state, "state")
+    mark_role([x for x in tree.tensors(old_state) if id(x) not in tensor_ids], "old state")
 
 
 def role_of(values: Any) -> _Role | None:

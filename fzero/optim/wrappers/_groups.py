@@ -108,11 +108,11 @@ def _check_groups(full: Params, masks: Sequence[Mask]) -> None:
             )
 
 
-def _check_group_state(k: int, state: OptState, first: OptState, params: Params) -> None:
+def _check_group_state(k: int, state: OptState, first_state: OptState, params: Params) -> None:
     """Raise an error if the state of a group cannot be held in one state with those of the others."""
     structure, shapes = tree.flatten(params)[1], [x.shape for x in tree.tensors(params)]
     advice = "hold one state for each group, optim.chain(optim.masked(opt, mask), ...)"
-    if tree.flatten(first)[1] != tree.flatten(state)[1]:
+    if tree.flatten(first_state)[1] != tree.flatten(state)[1]:
         raise ValueError(
             f"by_group: the state of group {k} is not like the state of group 0, and one state cannot serve both: give "
             f"all groups optimizers of one kind, or {advice}"

@@ -186,7 +186,7 @@ def _has_nonfinite(x: torch.Tensor) -> torch.Tensor:
     return (~x.isfinite()).any().to(torch.float32)
 
 
-def _select_if_good(is_finite: torch.Tensor, space: str, new: Any, old: Any) -> Any:
-    if not isinstance(new, torch.Tensor):
-        return new
-    return torch.where(to_host(is_finite) if space == "host" else is_finite, new, old)
+def _select_if_good(is_finite: torch.Tensor, space: str, new_values: Any, old_values: Any) -> Any:
+    if not isinstance(new_values, torch.Tensor):
+        return new_values
+    return torch.where(to_host(is_finite) if space == "host" else is_finite, new_values, old_values)

@@ -157,12 +157,12 @@ def _measure_links(device: torch.device, local_ranks: int, size: int) -> dict[st
     return constants
 
 
-def _measure_group(group: Any, first: int, stride: int, ranks: int, device: torch.device) -> _Links:
+def _measure_group(group: Any, first_rank: int, stride: int, ranks: int, device: torch.device) -> _Links:
     """Measure the links of a group: by a large all_gather, a small one, and a message between its first two ranks."""
     numel = (64 if is_accelerator(device) else 4) << 18
     hop = 0.0
-    if dist.get_rank() in (first, first + stride):
-        hop = measure_message_seconds(first, first + stride, device, _TIMED_ROUNDS)
+    if dist.get_rank() in (first_rank, first_rank + stride):
+        hop = measure_message_seconds(first_rank, first_rank + stride, device, _TIMED_ROUNDS)
     small_seconds, large_seconds = (gather_seconds(n, group, device, _TIMED_ROUNDS) for n in (1, numel))
     hop, small_seconds, large_seconds = (-_slowest_rank_speed(-x) for x in (hop, small_seconds, large_seconds))
     return _fit_links(hop, small_seconds, large_seconds, 4 * numel * ranks, ranks)

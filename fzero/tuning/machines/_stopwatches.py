@@ -82,17 +82,17 @@ def gather_seconds(numel: int, group: Any, device: torch.device, times: int) -> 
     return _median_round(gather, device, times)
 
 
-def measure_message_seconds(first: int, second: int, device: torch.device, times: int) -> float:
+def measure_message_seconds(first_rank: int, second_rank: int, device: torch.device, times: int) -> float:
     """Return half the seconds of a round trip of a few bytes between two ranks. Only these two ranks call it."""
     x, rank = torch.zeros(1, device=device), dist.get_rank()
 
     def both_ways() -> None:
-        if rank == first:
-            dist.send(x, second)
-            dist.recv(x, second)
+        if rank == first_rank:
+            dist.send(x, second_rank)
+            dist.recv(x, second_rank)
         else:
-            dist.recv(x, first)
-            dist.send(x, first)
+            dist.recv(x, first_rank)
+            dist.send(x, first_rank)
 
     return _median_round(both_ways, device, times) / 2
 

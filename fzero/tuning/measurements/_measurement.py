@@ -112,15 +112,15 @@ def find_hints(measurements: Sequence[StepMeasurement]) -> list[Hint]:
     return [*_memory_hints(last), *_allocator_hints(last, measurements[0]), *_time_hints(measurements)]
 
 
-def _memory_hints(last: StepMeasurement) -> list[Hint]:
+def _memory_hints(last_step: StepMeasurement) -> list[Hint]:
     """Return hints if the bytes before the step, or those that it adds, exceed the plan."""
-    plan, added_bytes = last.plan, last.measurement.added_bytes
+    plan, added_bytes = last_step.plan, last_step.measurement.added_bytes
     if plan is None or added_bytes is None:
         return []
     tolerance = max(_PEAK_TOLERANCE * plan.peak_bytes, _MIN_BYTES)
-    prefix = f"peak {last.above:.0%} above plan"
+    prefix = f"peak {last_step.above:.0%} above plan"
     hints = []
-    before = last.measurement.before_bytes
+    before = last_step.measurement.before_bytes
     outside = 0 if before is None else before - plan.argument_bytes
     workspace = min(max(outside, 0), plan.workspace_bytes)  # the rest of it is taken in this step
     outside, extra_bytes = outside - workspace, added_bytes - plan.added_bytes - (plan.workspace_bytes - workspace)
@@ -153,16 +153,16 @@ def _planned_reserve(plan: Plan | None) -> str:
     return f" (by the plan the step alone reserves {fixed_reserve}, or {expandable_reserve} with expandable segments)"
 
 
-def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint]:
+def _allocator_hints(last_step: StepMeasurement, first_step: StepMeasurement) -> list[Hint]:
     """Return hints on fragmentation and retries of the caching allocator."""
-    reserved_bytes, peak = last.measurement.reserved_bytes, last.peak_bytes
+    reserved_bytes, peak = last_step.measurement.reserved_bytes, last_step.peak_bytes
     hints = []
     if (
         reserved_bytes is not None
         and peak is not None
         and reserved_bytes - peak > max(_RESERVED_TOLERANCE * peak, _MIN_BYTES)
     ):
-        plan = last.plan
+        plan = last_step.plan
         excess_text = "above its use" if plan is None else f"{reserved_bytes / plan.peak_bytes - 1:.0%} above plan"
         hints.append(
             Hint(
@@ -172,7 +172,7 @@ def _allocator_hints(last: StepMeasurement, first: StepMeasurement) -> list[Hint
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or call torch.accelerator.empty_cache() after init",
             )
         )
-    retries = last.measurement.retries - first.measurement.retries
+    retries = last_step.measurement.retries - first_step.measurement.retries
     if retries > 0:
         hints.append(
             Hint(
