@@ -188,7 +188,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Any, is_leaf: Callable[[Any], 
     """
     check_callable("f", f, "a function of leaves, as in fzero.tree.map(f, tree)")
     leaves, structure = flatten(tree, is_leaf)
-    columns = [leaves_up_to(tree, other, is_leaf) for other in rest]
+    columns = [leaves_up_to(tree, other, is_leaf, ("tree", f"rest[{i}]")) for i, other in enumerate(rest)]
     results: dict[tuple[Any, ...], Any] = {}
     out = []
     for xs in zip(leaves, *columns, strict=True):
@@ -217,7 +217,7 @@ def elementwise(f: Callable[..., Any], tree: Tree, *rest: Any) -> Any:
     leaves = flatten(tree)[0]
     if not can_group(leaves):
         return map(f, tree, *rest)
-    columns = [leaves, *[leaves_up_to(tree, other) for other in rest]]
+    columns = [leaves, *[leaves_up_to(tree, x, names=("tree", f"rest[{i}]")) for i, x in enumerate(rest)]]
     rows = {
         tuple([identity(x) for x in xs]): xs for xs in zip(*columns, strict=True) if isinstance(xs[0], torch.Tensor)
     }
@@ -302,6 +302,29 @@ def structure_error(
 def is_box(x: Any) -> bool:
     """Return whether a node is a box of fzero (`fzero.sharding._boxes`), which is shown and compared as one leaf."""
     return getattr(type(x), "is_box", False) is True
+
+
+def check_is_tree(name: str, values: Any, call: str) -> None:
+    """Check that a value is a tree, a tensor, a box or None, before a function that passes other leaves through.
+
+    Args:
+        name: the name of the argument.
+        values: what the user gave for it.
+        call: how the call is written.
+
+    Raises:
+        TypeError: if the value is one leaf of another type, such as a number or an optimizer.
+
+    Example:
+        >>> check_is_tree("params", 3, "fzero.gather(params)")
+        Traceback (most recent call last):
+        TypeError: params is 3: expected a tree of tensors, as in fzero.gather(params)
+    """
+    if values is None or isinstance(values, torch.Tensor) or is_box(values):
+        return
+    leaves = pytree.tree_leaves(values)
+    if len(leaves) == 1 and leaves[0] is values:
+        raise TypeError(f"{name} is {show(values)}: expected a tree of tensors, as in {call}")
 
 
 def show(x: Any) -> str:

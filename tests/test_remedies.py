@@ -205,8 +205,8 @@ INIT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a list of optimizers in a chain": (
         lambda: optim.chain([OPT, OPT]),  # pyright: ignore[reportArgumentType]
-        r"opt is \[Optimizer\(adamw\(0.1\)\), Optimizer\(adamw\(0.1\)\)\], which has no init: pass optimizers one by "
-        r"one, optim.chain\(\*opts\)$",
+        r"opts\[0\] is \[Optimizer\(adamw\(0.1\)\), Optimizer\(adamw\(0.1\)\)\], which has no init: pass "
+        r"optimizers one by one, optim.chain\(\*opts\)$",
     ),
     "a batch of numpy": (
         lambda: MESH.split(ROUGH),

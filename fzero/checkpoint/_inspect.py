@@ -1,6 +1,7 @@
 """Reading a checkpoint without a mesh: its leaves, single leaves, and its integrity."""
 
 import difflib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ def read(path: StrPath, name: str) -> Any:
 
     Raises:
         CheckpointError: if the folder is not a complete checkpoint, has no such leaf, or the leaf is damaged.
+        TypeError: if `name` is a folder, and `path` is not.
 
     Example:
         >>> import fzero, tempfile, torch
@@ -57,6 +59,10 @@ def read(path: StrPath, name: str) -> Any:
         (tensor([1., 1.]), 7)
     """
     files = files_at(path, call="fzero.checkpoint.read(path, name)")
+    if os.path.isdir(name) and "://" not in str(path) and not os.path.isdir(path):
+        raise TypeError(
+            f"name={name!r} is a folder, and path={path!r} is not: expected fzero.checkpoint.read(path, name)"
+        )
     manifest = read_complete(files)
     layout = manifest.layout
     for parent in _paths_above(name):

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from fzero._arguments import check_int, is_int
+from fzero._tracebacks import api_boundary_of_class
 
 __all__ = ["SyncSchedule"]
 
 
+@api_boundary_of_class
 @dataclass(frozen=True)
 class SyncSchedule:
     """When each part of the parameters is sent, and when its mean is used.

@@ -27,5 +27,13 @@ __all__ = [
     "tensorboard",
 ]
 
+_FOREIGN_NAMES = {  # names of torch.profiler, JAX, wandb and TensorBoard
+    "record": "fzero.observe.log(fzero.observe.progress()), a log that is called with the metrics of a step",
+    "record_function": "not needed: fzero.observe.profile has the time of each source line",
+    "trace": "fzero.observe.profile",
+    "add_scalar": "fzero.observe.log(fzero.observe.tensorboard(folder))",
+    "check_finite": "fzero.observe.nonfinite(step)",
+}
+
 if not TYPE_CHECKING:  # a type checker finds a missing name itself
-    __getattr__ = missing_names(__name__, __all__)
+    __getattr__ = missing_names(__name__, __all__, _FOREIGN_NAMES)

@@ -232,8 +232,10 @@ def check_mask_fits(mask: Mask | None, params: Params) -> None:
         check_per_leaf(params, mask)
 
 
-def as_optimizer(opt: OptimizerLike) -> Optimizer:
+def as_optimizer(opt: OptimizerLike, name: str = "opt") -> Optimizer:
     """Return an optimizer as an `Optimizer`; a third-party one may have an attribute `exact_on_shards`.
+
+    Messages call the argument by `name`.
 
     Raises:
         TypeError: if it has no `init` or no `update`.
@@ -241,7 +243,7 @@ def as_optimizer(opt: OptimizerLike) -> Optimizer:
     if isinstance(opt, Optimizer):
         return opt
     for method in ("init", "update"):
-        check_has_method(opt, method)
+        check_has_method(opt, method, name)
     return Optimizer(opt.init, opt.update, getattr(opt, "exact_on_shards", None))
 
 
@@ -322,7 +324,7 @@ def chain(*opts: OptimizerLike) -> Optimizer:
         >>> opt.update({"w": torch.tensor([3.0, 4.0])}, opt.init(params), params)[0]
         {'w': tensor([-0.3000, -0.4000])}
     """
-    optimizers = [as_optimizer(opt) for opt in opts]
+    optimizers = [as_optimizer(opt, f"opts[{i}]") for i, opt in enumerate(opts)]
     if any(opt.precision is not None for opt in optimizers[:-1]):
         raise ValueError(
             "chain: master_weights must be the last link, or around the whole chain: "

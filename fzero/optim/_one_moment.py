@@ -124,6 +124,7 @@ def adagrad(
             return (-rate * at_least_float32(g) / (at_least_float32(s).sqrt() + eps)).to(g.dtype)
 
         sums = tree.elementwise(lambda g, s: (s + g * g).to(s.dtype), grads, state.sum_of_squares)
+        # by leaf: `at_least_float32` takes a tensor, and `tree.elementwise` may pass a list of them
         return tree.map(direction, grads, sums), AdagradState(state.count + 1, sums)
 
     return Optimizer(init, update, exact_on_shards=True)

@@ -148,6 +148,8 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
 
 def bits(key: torch.Tensor, shape: Sequence[int], device: torch.device | str | None = None) -> torch.Tensor:
     """Draw 64 random bits per element: an int64 tensor of this shape, by default on the key's device."""
+    if isinstance(shape, torch.Tensor) and not isinstance(key, torch.Tensor):
+        raise TypeError(f"key is {key!r}, and shape is a tensor: the key comes first, fzero.random.normal(key, shape)")
     check_key(key)
     if isinstance(shape, int):
         raise TypeError(f"shape={shape}: expected a sequence of sizes, such as ({shape},)")

@@ -64,6 +64,7 @@ def seeded(f: Callable[..., Any]) -> Callable[..., Any]:
     """
     check_callable("f", f, "a function, as in fzero.random.seeded(f)(key, x)")
 
+    @api_boundary
     def from_key(key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         check_key(key)
         index = axis_index(tuple([a.name for a in loss_axes()]))

@@ -129,6 +129,9 @@ _FOREIGN_NAMES = {  # names of torch's DeviceMesh and of JAX's Mesh
     "devices": "mesh.device, that of this process",
     "world_size": "mesh.size",
     "barrier": "not needed: a collective waits for its ranks",
+    "gather": "step.gather(params), and within a step fzero.gather(params)",
+    "partition": "step.partition(values), and within a step fzero.partition(params)",
+    "shard": "fzero.shard(train_step, stage=2, mesh=mesh)",
 }
 
 
@@ -462,7 +465,7 @@ def _check_tensor(label: str, path: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{tree.leaf_name(label, path)} is {tree.show(x)}: a value that differs by rank must be a tensor; pass "
-            "torch.as_tensor(x) of it, or, if it is equal on all ranks, pass it without the box"
+            "torch.as_tensor(x) of it, or, if it is equal on all ranks, pass it to the step as an argument of its own"
         )
 
 

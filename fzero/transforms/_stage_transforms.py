@@ -92,7 +92,8 @@ def partition(
         Outside any mesh, `params` itself.
 
     Raises:
-        TypeError: if `units` or `split` is not a rule, or `over` is neither a rule nor names of axes.
+        TypeError: if `params` is no tree, `units` or `split` is not a rule, or `over` is neither a rule nor names of
+            axes.
         ValueError: if an axis is not bound, or `reduce_grads` is neither "each" nor "once". Also if `params` is sharded
             already, or a leaf cannot be split in equal parts; the message names the leaf.
 
@@ -103,6 +104,7 @@ def partition(
         {'w': Shard('w', float32 [2, 2], 1 of 4 elements, dp=4), 'b': Shard('b', float32 [3], 1 of 3 elements, dp=4)}
     """
     check_choice("reduce_grads", reduce_grads, ("each", "once"))
+    tree.check_is_tree("params", params, "fzero.partition(params)")
     if not bound_axes():
         return params
     axes = resolve_shard_axes(axis)
@@ -168,6 +170,7 @@ def gather(params: Params) -> Params:
     Raises:
         ValueError: if an axis of a box is not bound, or has another size than the box was sharded for. Also if the tree
             holds only part of a unit. Outside a rank program use `step.gather` or `mesh.spmd(fzero.gather)`.
+        TypeError: if `params` is one value that is no tensor, such as an optimizer.
 
     Example:
         >>> import fzero, torch
@@ -175,6 +178,7 @@ def gather(params: Params) -> Params:
         >>> fzero.mesh(dp=4).spmd(f)({"w": torch.arange(3)})
         {'w': tensor([0, 1, 2])}
     """
+    tree.check_is_tree("params", params, "fzero.gather(params)")
     return map_units(_unit_leaves, params)
 
 

@@ -441,7 +441,9 @@ class ShardedStep:
 
         Raises:
             ValueError: if a box was sharded for another mesh.
+            TypeError: if `params` is one value that is no tensor, such as an optimizer.
         """
+        tree.check_is_tree("params", params, "step.gather(params)")
         check_tree(params, self.mesh)
         entries, structure = tree.flatten(params, is_box)
         per_rank = [x if isinstance(x, PerRank) else None for x in entries]

@@ -229,7 +229,7 @@ MUTANTS = [
         ),
     ),
     *File("optim/_base.py", SETUP).faults(
-        Fault("init accepts an optimizer of torch.optim", "as_optimizer", skipped("A(B, C)")),
+        Fault("init accepts an optimizer of torch.optim", "as_optimizer", skipped("A(B, C, D)")),
     ),
     *File("sharding/units/_units.py", SHARDED_STEP).faults(
         Fault("units are sharded over no axis", "shard_axes", never("axes")),

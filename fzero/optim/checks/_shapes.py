@@ -119,7 +119,7 @@ def check_gradients_like(like: Tree, grads: Tree, kind: str) -> None:
     Raises:
         ValueError: if they differ. The message names the first path.
     """
-    mismatch = _first_shape_mismatch(grads, like)
+    mismatch = _first_shape_mismatch(grads, like, ("grads", f"the {kind}"))
     if mismatch is not None:
         path, shape, expected = mismatch
         raise ValueError(
@@ -146,7 +146,7 @@ def check_updates(params: Tree, updates: Tree) -> None:
         raise TypeError(f"apply_updates was given an optimizer as params: {order}")
     if isinstance(updates, tuple) and not isinstance(params, tuple):
         raise ValueError(f"apply_updates was given a tuple of {len(updates)} as updates: {order}")
-    mismatch = _first_shape_mismatch(params, updates)
+    mismatch = _first_shape_mismatch(params, updates, ("params", "updates"))
     if mismatch is not None:
         path, expected, shape = mismatch
         raise ValueError(
@@ -155,8 +155,12 @@ def check_updates(params: Tree, updates: Tree) -> None:
         )
 
 
-def _first_shape_mismatch(values: Tree, other_values: Tree) -> tuple[str, list[int], list[int]] | None:
+def _first_shape_mismatch(
+    values: Tree, other_values: Tree, names: tuple[str, str]
+) -> tuple[str, list[int], list[int]] | None:
     """Return the path and both shapes of the first pair of leaves or shards whose shapes differ.
+
+    Messages call the two trees by `names`.
 
     Raises:
         ValueError: if the trees differ in structure, or only one has a box at a path.
@@ -164,9 +168,10 @@ def _first_shape_mismatch(values: Tree, other_values: Tree) -> tuple[str, list[i
     if _have_same_shapes(values, other_values):
         return None
     entries = tree.flatten(values, is_box)[0]
-    for i, (x, y) in enumerate(zip(entries, tree.leaves_up_to(values, other_values, is_box), strict=True)):
+    others = tree.leaves_up_to(values, other_values, is_box, names)
+    for i, (x, y) in enumerate(zip(entries, others, strict=True)):
         if is_box(x) and isinstance(y, torch.Tensor):
-            raise tree.structure_error(values, other_values)
+            raise tree.structure_error(values, other_values, names=names)
         shapes = _full_shape(x), _full_shape(y)
         if shapes[0] != shapes[1] and None not in shapes:
             return tree.flatten_with_paths(values, is_box)[0][i], [*(shapes[0] or ())], [*(shapes[1] or ())]

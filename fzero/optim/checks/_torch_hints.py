@@ -25,28 +25,30 @@ def torch_equivalents() -> dict[str, Callable[..., Any]]:
     return {name: _MAKERS[name.lower()] for name in sorted(classes) if name.lower() in _MAKERS}
 
 
-def check_has_method(opt: Any, method: str) -> None:
+def check_has_method(opt: Any, method: str, name: str = "opt") -> None:
     """Check that an optimizer is an (init, update) pair with the method that is needed: "init" or "update".
+
+    Messages call it by `name`.
 
     Raises:
         TypeError: if `opt` is an optimizer of torch.optim, a class or function that was not called, or has no such
             method.
     """
     if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
-        raise TypeError(torch_optimizer_message(opt))
+        raise TypeError(torch_optimizer_message(opt, name))
     if callable(getattr(opt, method, None)):
         return
     if isinstance(opt, type) or inspect.isroutine(opt):
-        raise TypeError(f"opt is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
+        raise TypeError(f"{name} is {opt!r}, which makes an optimizer: call it, such as fzero.optim.adamw(1e-3)")
     remedy = "expected an (init, update) pair, such as fzero.optim.adamw(1e-3)"
     if isinstance(opt, list | tuple) and opt and all(hasattr(x, method) for x in opt):
         remedy = "pass optimizers one by one, optim.chain(*opts)"
     elif _are_parameters(opt):
         remedy += "; step.init takes it after the parameters, step.init(params, opt)"
-    raise TypeError(f"opt is {tree.show(opt)}, which has no {method}: {remedy}")
+    raise TypeError(f"{name} is {tree.show(opt)}, which has no {method}: {remedy}")
 
 
-def torch_optimizer_message(opt: Any) -> str:
+def torch_optimizer_message(opt: Any, argument: str = "opt") -> str:
     """Return an error message that says which fzero optimizer replaces an optimizer of torch.optim, or its class."""
     kind = opt if isinstance(opt, type) else type(opt)
     is_torch_class = kind.__module__.startswith("torch.")
@@ -55,8 +57,8 @@ def torch_optimizer_message(opt: Any) -> str:
         if is_torch_class
         else f"an optimizer of torch, {kind.__module__}.{kind.__qualname__}"
     )
-    text = f"opt is {name}, which writes into parameters that it holds. A sharded step takes an (init, update) pair, "
-    text += "two pure functions: "
+    text = f"{argument} is {name}, which writes into parameters that it holds. "
+    text += "A sharded step takes an (init, update) pair, two pure functions: "
     if kind.__name__ not in torch_equivalents():
         optimizers = [f for f in _MAKERS.values() if next(iter(inspect.signature(f).parameters)) == "learning_rate"]
         return (

@@ -58,7 +58,8 @@ def by_group(*groups: tuple[OptimizerLike, Mask]) -> Optimizer:
         raise TypeError("by_group: expected pairs (opt, mask), one for each group of leaves")
     if any(hasattr(mask, "init") and hasattr(mask, "update") for _, mask in groups):
         raise TypeError("by_group: an optimizer is in the place of a mask: expected pairs (opt, mask), in this order")
-    opts, masks = [as_optimizer(opt) for opt, _ in groups], [mask for _, mask in groups]
+    opts = [as_optimizer(opt, f"group {k}'s opt") for k, (opt, _) in enumerate(groups)]
+    masks = [mask for _, mask in groups]
     parts = [masked(opt, mask) for opt, mask in zip(opts, masks, strict=True)]
 
     def init(params: Params) -> OptState:

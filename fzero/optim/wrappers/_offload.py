@@ -96,6 +96,8 @@ def offload(
         >>> opt.update(params, state, params)[0]["w"].shape
         torch.Size([256])
     """
+    if isinstance(ratio, Optimizer):
+        raise TypeError(f"ratio is an optimizer, {ratio!r}: it comes first, fzero.optim.offload(opt, ratio)")
     optimizer = as_optimizer(opt)
     check_ratio(ratio)
     check_choice("update_on", update_on, _UPDATE_SPACES)
