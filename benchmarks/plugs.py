@@ -1,6 +1,6 @@
 """Measure Trainers beside themselves: sharded by fzero, by FSDP2 and by DeepSpeed, on two processes.
 
-python benchmarks/plugs.py [--write] [--rounds 3] [--systems "fzero 3, fx" FSDP2]
+python benchmarks/plugs.py [--write] [--rounds 3] [--only "two ranks" "eight ranks: FSDP2"]
 
 Each system trains one Llama in a torchrun of its own, one after the other, in rounds. The Trainers are
 transformers' and Lightning's. A step's time is the median of
@@ -9,6 +9,7 @@ plugs.md.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -29,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.peers.systems import BUCKET  # noqa: E402
 from benchmarks.report import publish, quartiles, table  # noqa: E402
 
-STEPS, LENGTH, VOCAB = 13, 128, 4096
+LENGTH, VOCAB = 128, 4096
 BUCKETS = (
     "reduce_bucket_size",
     "stage3_prefetch_bucket_size",
@@ -55,31 +56,90 @@ SYSTEMS: dict[str, tuple[dict[str, Any], Any]] = {
     "fzero 3, eager": ({}, (3, None)),
     "fzero 1, inductor": ({}, (1, "inductor")),
 }
-LIGHTNING = ("Lightning, DDP", "Lightning, FSDP2", "Lightning, fzero 3", "Lightning, fzero 1")
 PEERS = ("FSDP2", "DeepSpeed 3")
-NOTE = (
-    "A Llama of 8 blocks, 512 wide, has 28 million float32 parameters. transformers' Trainer trains it with AdamW, "
-    "clipping and 2 micro-batches of 2 x 128 tokens a rank, on two processes of one thread on gloo. A step's time is "
-    "the median of the steps after the third. The peaks are the CPU allocator's. accelerate leaves FSDP2 off where "
-    "there is no accelerator, so the benchmark turns it on."
-)
-NOTE_OF_LIGHTNING = (
-    "The same model, optimizer, clipping and batches in Lightning's Trainer. Its FSDPStrategy and DeepSpeedStrategy "
-    "ask for a GPU, so FSDP2 is its ModelParallelStrategy, whose `configure_model` calls `fully_shard` for each block. "
-    "Steps of `fzero.plugs.lightning` are eager, as FSDP2's are."
-)
-GOALS = "Goals: at stage 3 a peak of at most 0.8, and a time of at most 0.85, of FSDP2's and of DeepSpeed's."
+STAGE_3 = (*PEERS, "fzero 3, inductor", "fzero 3, fx", "fzero 3, eager")
+HALF = {"bf16": True, "gradient_checkpointing": True}
+LIGHTNING = ("DDP", "FSDP2", "fzero 3", "fzero 1")
 
-FLOOR = (
-    "The peak's goal beside FSDP2 lies below what must be alive here without remat, which is 308 MB or 0.88. That is "
-    "state 167 MB, gradients of the first micro-batch 56, activations 73 and one gathered block 12. An eager step, the "
-    "default for a class that overrides `compute_loss`, runs each block twice; pass a backend if its code is "
-    "pure."
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table of plugs.md: systems that train with the same options on as many ranks."""
+
+    title: str
+    systems: Sequence[str]
+    notes: Sequence[str]
+    peers: Sequence[str] = PEERS
+    ranks: int = 2
+    options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    has_times: bool = True  # not where ranks share the cores
+
+    @property
+    def steps(self) -> int:
+        """The number of steps; peaks are those after the third, and times need more."""
+        return 13 if self.has_times else 6
+
+
+SECTIONS = (
+    Section(
+        "two ranks",
+        tuple(SYSTEMS),
+        (
+            "A Llama of 8 blocks, 512 wide, has 28 million float32 parameters. transformers' Trainer trains it with "
+            "AdamW, clipping and 2 micro-batches of 2 x 128 tokens a rank, on two processes of one thread on gloo. "
+            "A step's time is the median of the steps after the third. The peaks are the CPU allocator's. accelerate "
+            "leaves FSDP2 off where there is no accelerator, so the benchmark turns it on.",
+            "Goals: at stage 3 a peak of at most 0.8, and a time of at most 0.85, of FSDP2's and of DeepSpeed's.",
+            "The peak's goal beside FSDP2 lies below what must be alive here without remat, which is 308 MB or 0.88. "
+            "That is state 167 MB, gradients of the first micro-batch 56, activations 73 and one gathered block 12. "
+            "An eager step, the default for a class that overrides `compute_loss`, runs each block twice; pass a "
+            "backend if its code is pure.",
+        ),
+    ),
+    Section(
+        "two ranks, half precision",
+        (*STAGE_3, "fzero 1, inductor"),
+        (
+            "The same with `bf16=True` and `gradient_checkpointing=True`. fzero holds float32 master weights as its "
+            "shards. Its gathered parameters, activations and gradients are bfloat16. FSDP2 and DeepSpeed do as "
+            "accelerate has them do.",
+        ),
+        options=HALF,
+    ),
+    Section(
+        "eight ranks",
+        STAGE_3,
+        (
+            "On two ranks most of the peak is shards of parameters, moments and gradients, which all systems hold "
+            "alike. On eight ranks they are a quarter as large. The eight processes share the cores, so no times are "
+            "told.",
+        ),
+        ranks=8,
+        has_times=False,
+    ),
+    Section(
+        "eight ranks, half precision",
+        STAGE_3,
+        ("The same with `bf16=True` and `gradient_checkpointing=True`.",),
+        ranks=8,
+        options=HALF,
+        has_times=False,
+    ),
+    Section(
+        "Lightning",
+        LIGHTNING,
+        (
+            "The same model, optimizer, clipping and batches in Lightning's Trainer. Its FSDPStrategy and "
+            "DeepSpeedStrategy ask for a GPU, so FSDP2 is its ModelParallelStrategy, whose `configure_model` calls "
+            "`fully_shard` for each block. Steps of `fzero.plugs.lightning` are eager, as FSDP2's are.",
+        ),
+        peers=("FSDP2",),
+    ),
 )
 
 
 def work(name: str) -> None:
-    """Train as one process, and print the numbers on rank 0."""
+    """Train as one process by "section: system", and print the numbers on rank 0."""
     from benchmarks.allocator import held_bytes, most_bytes, restart
 
     def note_step() -> None:
@@ -100,8 +160,13 @@ def work(name: str) -> None:
         data = [{"input_ids": x, "labels": x} for x in tokens]
         before = held_bytes()
         restart()
-        train = train_by_lightning if name in LIGHTNING else train_by_transformers
-        train(name, folder, data, start, note_step)
+        title, _, system = name.partition(": ")
+        section = next(section for section in SECTIONS if section.title == title)
+        if section.title == "Lightning":
+            train_by_lightning(system, section.steps, folder, data, start, note_step)
+        else:
+            options = {"max_steps": section.steps, **section.options}
+            train_by_transformers(system, options, folder, data, start, note_step)
     peak = most_bytes() - before
     steps = [b - a for a, b in itertools.pairwise(ends)]
     numbers = {"first": steps[0], "step": statistics.median(steps[3:]), "peak": peak}
@@ -122,9 +187,14 @@ def make_llama() -> torch.nn.Module:
 
 
 def train_by_transformers(
-    name: str, folder: str, data: list[Any], start: Callable[[], None], note_step: Callable[[], None]
+    name: str,
+    more: dict[str, Any],
+    folder: str,
+    data: list[Any],
+    start: Callable[[], None],
+    note_step: Callable[[], None],
 ) -> None:
-    """Train with transformers' Trainer; `note_step` is called after each step."""
+    """Train with transformers' Trainer and `more` of its arguments; `note_step` is called after each step."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from fzero.plugs import transformers as plug
@@ -138,9 +208,9 @@ def train_by_transformers(
     options, sharding = SYSTEMS[name]
     if "fsdp" in options:
         turn_on_fsdp()
-    arguments: dict[str, Any] = {"use_cpu": True, "max_steps": STEPS, "report_to": [], "disable_tqdm": True}
+    arguments: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
     arguments |= {"save_strategy": "no", "logging_strategy": "no", "per_device_train_batch_size": 2}
-    args = TrainingArguments(folder, gradient_accumulation_steps=2, **arguments, **options)
+    args = TrainingArguments(folder, gradient_accumulation_steps=2, **arguments, **options, **more)
     trainer = Trainer(make_llama(), args, train_dataset=data, callbacks=[Clock()])
     if sharding is not None:
         stage, backend = sharding
@@ -150,7 +220,7 @@ def train_by_transformers(
 
 
 def train_by_lightning(
-    name: str, folder: str, data: list[Any], start: Callable[[], None], note_step: Callable[[], None]
+    name: str, steps: int, folder: str, data: list[Any], start: Callable[[], None], note_step: Callable[[], None]
 ) -> None:
     """Train with Lightning's Trainer; `note_step` is called after each step."""
     import lightning
@@ -167,7 +237,7 @@ def train_by_lightning(
             self.model: Any = make_llama()
 
         def configure_model(self) -> None:
-            if name == "Lightning, FSDP2" and not self.model_is_sharded:
+            if name == "FSDP2" and not self.model_is_sharded:
                 mesh: Any = self.device_mesh
                 for block in self.model.model.layers:
                     fully_shard(block, mesh=mesh["data_parallel"])
@@ -190,16 +260,16 @@ def train_by_lightning(
             start()
 
     strategies = {
-        "Lightning, DDP": lambda: DDPStrategy(process_group_backend="gloo"),
-        "Lightning, FSDP2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        "Lightning, fzero 3": lambda: Strategy(stage=3),
-        "Lightning, fzero 1": lambda: Strategy(stage=1),
+        "DDP": lambda: DDPStrategy(process_group_backend="gloo"),
+        "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "fzero 3": lambda: Strategy(stage=3),
+        "fzero 1": lambda: Strategy(stage=1),
     }
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     options |= {"accelerator": "cpu", "devices": 2, "enable_model_summary": False, "default_root_dir": folder}
     trainer = lightning.Trainer(
         strategy=strategies[name](),
-        max_steps=STEPS,
+        max_steps=steps,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         **options,
@@ -222,10 +292,11 @@ def turn_on_fsdp() -> None:
     state.AcceleratorState.__init__ = init
 
 
-def run(name: str) -> dict[str, float] | str:
+def run(section: Section, system: str) -> dict[str, float] | str:
     """Run a system in a torchrun of its own; return its numbers, or why it did not run."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--work", name]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(section.ranks), __file__]
+    command += ["--work", f"{section.title}: {system}"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=1800)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     if not results:
         errors = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
@@ -237,43 +308,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep benchmarks/plugs.md")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, *LIGHTNING])
+    parser.add_argument("--only", nargs="+", help='titles of sections, or one system: "eight ranks: FSDP2"')
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         return work(args.work)
-    results: dict[str, list[Any]] = {name: [] for name in args.systems}
-    for _ in range(args.rounds):
-        for name in args.systems:
-            if not any(isinstance(x, str) for x in results[name]):
-                results[name].append(run(name))
-                print(name, results[name][-1], file=sys.stderr, flush=True)
-    parts = [NOTE, GOALS, FLOOR, table_of(args.systems, results, PEERS)]
-    parts += ["## Lightning", NOTE_OF_LIGHTNING, table_of(args.systems, results, LIGHTNING[1:2])]
+    parts: list[str] = []
+    for section in SECTIONS:
+        names = [x for x in section.systems if not args.only or {section.title, f"{section.title}: {x}"} & {*args.only}]
+        results: dict[str, list[Any]] = {name: [] for name in names}
+        for _ in range(args.rounds):
+            for name in names:
+                if not any(isinstance(x, str) for x in results[name]):
+                    results[name].append(run(section, name))
+                    print(section.title, name, results[name][-1], file=sys.stderr, flush=True)
+        if names:
+            parts += [f"## {section.title.capitalize()}", *section.notes, table_of(section, results)]
     publish(__file__, "python benchmarks/plugs.py --write", parts, args.write)
 
 
-def table_of(systems: Sequence[str], results: dict[str, list[Any]], peers: Sequence[str]) -> str:
-    """Make the table of one Trainer's systems, beside its peers."""
-    head = ["system", "peak of steps, MB", "peak of the whole life, MB", "s a step", "first step, s"]
-    head += [f"{what} / {peer}" for peer in peers for what in ("peak", "step")]
-    return table(head, [row_of(name, results, peers) for name in systems if (name in LIGHTNING) == (peers != PEERS)])
+def table_of(section: Section, results: dict[str, list[Any]]) -> str:
+    """Make a section's table of medians, with ratios to its peers."""
+    head = ["system", "peak of steps, MB", "peak of the whole life, MB"]
+    head += ["s a step", "first step, s"] if section.has_times else []
+    what = ("peak", "step") if section.has_times else ("peak",)
+    head += [f"{key} / {peer}" for peer in section.peers for key in what]
+    rows = [row_of(section, name, results) for name in results]
+    return table(head, [[*row, *[""] * (len(head) - len(row))] for row in rows])
 
 
-def row_of(name: str, results: dict[str, list[Any]], peers: Sequence[str]) -> list[str]:
+def row_of(section: Section, name: str, results: dict[str, list[Any]]) -> list[str]:
     """Make a row of medians; a system that failed says why."""
     failed = [x for x in results[name] if isinstance(x, str)]
     if failed:
-        return [name, failed[0], *[""] * (3 + 2 * len(peers))]
+        return [name, failed[0]]
 
     def median(system: str, key: str) -> float:
         return statistics.median([x[key] for x in results[system]])
 
     row = [name, *[f"{median(name, key) / 1e6:.0f}" for key in ("peak", "whole")]]
-    row += [quartiles([x[key] for x in results[name]]) for key in ("step", "first")]
-    for peer in peers:
+    if section.has_times:
+        row += [quartiles([x[key] for x in results[name]]) for key in ("step", "first")]
+    for peer in section.peers:
         is_known = bool(results.get(peer)) and not any(isinstance(x, str) for x in results[peer])
-        row += [f"{median(name, key) / median(peer, key):.2f}" if is_known else "" for key in ("peak", "step")]
+        keys = ("peak", "step") if section.has_times else ("peak",)
+        row += [f"{median(name, key) / median(peer, key):.2f}" if is_known else "" for key in keys]
     return row
 
 
