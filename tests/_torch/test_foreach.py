@@ -24,13 +24,13 @@ def on_accelerator(monkeypatch):
     sizes: list[int] = []
     groups = foreach._group_rows
 
-    def noted(rows):
+    def note_groups(rows):
         results = list(groups(rows))
         sizes.extend(len(keys) for keys in results)
         return iter(results)
 
     monkeypatch.setattr(foreach, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(foreach, "_group_rows", noted)
+    monkeypatch.setattr(foreach, "_group_rows", note_groups)
     return sizes
 
 

@@ -82,12 +82,12 @@ def list_operations(graph: Graph) -> list[Any]:
         place = memory.setdefault(_torch.storage_id(x), len(memory))
         return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, type(x), x.requires_grad, place
 
-    def named(a: Node) -> str:
+    def name_value(a: Node) -> str:
         return f"%{a.name}"
 
     rows = []
     for n in graph.nodes:
-        args, kwargs = map_arg(n.args, named), map_arg(n.kwargs, named)
+        args, kwargs = map_arg(n.args, name_value), map_arg(n.kwargs, name_value)
         rows.append((n.name, n.op, str(n.target), str(args), str(kwargs), value(n.meta.get("val"))))
     return rows
 

@@ -78,13 +78,13 @@ def test_vmaps_are_known_with_their_randomness():
 def test_a_trace_in_another_thread_is_not_ours():
     records, begun, end = [], threading.Event(), threading.Event()
 
-    def traced(x: torch.Tensor) -> torch.Tensor:
+    def wait_while_traced(x: torch.Tensor) -> torch.Tensor:
         begun.set()
         end.wait(10)
         records.append(_torch.is_tracing())
         return x + 1
 
-    thread = threading.Thread(target=lambda: make_fx(traced)(torch.zeros(1)))
+    thread = threading.Thread(target=lambda: make_fx(wait_while_traced)(torch.zeros(1)))
     thread.start()
     begun.wait(10)
     assert not _torch.is_tracing()

@@ -185,12 +185,12 @@ def test_a_saved_tree_may_be_donated_at_once(tmp_path):
 
 
 def test_the_next_save_or_the_end_raises_the_error_of_a_failed_background_save(tmp_path, monkeypatch):
-    def broken(*args: Any) -> None:
+    def raise_error(*args: Any) -> None:
         raise OSError(5, "planted")
 
     text = r"nothing was saved to '.*step-0000000\d': rank 0: OSError: \[Errno 5\] planted"
     with monkeypatch.context() as patch:
-        patch.setattr(_files.LocalFolder, "write", broken)
+        patch.setattr(_files.LocalFolder, "write", raise_error)
         runs = fzero.checkpoint.checkpoints(tmp_path)
         runs.save(1, numbered_state(1))
         with pytest.raises(fzero.errors.CheckpointError, match=text):
@@ -425,11 +425,11 @@ def test_checkpoints_that_are_removed_meanwhile_are_no_damage(tmp_path, monkeypa
     for step in (1, 2):
         runs.save(step, numbered_state(step)).wait()
 
-    def pruned(path: str, progress: Any) -> int:
+    def remove_then_verify(path: str, progress: Any) -> int:
         if path.endswith("1"):
             shutil.rmtree(path)
         return fzero.checkpoint.verify(path, progress)
 
-    monkeypatch.setattr(command, "verify", pruned)
+    monkeypatch.setattr(command, "verify", remove_then_verify)
     assert command.main(["verify", str(tmp_path)]) == 0
     assert "removed meanwhile" in capsys.readouterr().out

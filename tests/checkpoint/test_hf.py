@@ -118,14 +118,14 @@ def test_memory_is_made_for_meta_tensors_and_each_rank_reads_its_own_bytes(tmp_p
     """Of what is replicated a simulation, which holds it once, reads it once."""
     read: list[tuple[str, int, int]] = []
 
-    def counted(files: Any, name: str, at: int, views: Any, original: Any = _files.LocalFolder.read_into) -> None:
+    def count_bytes(files: Any, name: str, at: int, views: Any, original: Any = _files.LocalFolder.read_into) -> None:
         read.append((name, at, sum(len(v) for v in views)))
         original(files, name, at, views)
 
     whole = {f"w{i}": torch.randn(100) for i in range(3)}
     fzero.checkpoint.hf.write(tmp_path, whole, max_file=800)
     heads = {name: 8 + int.from_bytes(x[:8], "little") for name, x in folder_of(tmp_path).items() if name != INDEX}
-    monkeypatch.setattr(_files.LocalFolder, "read_into", counted)
+    monkeypatch.setattr(_files.LocalFolder, "read_into", count_bytes)
     for layout in (Layout({"dp": 3}, 0), Layout({"dp": 3}, 3), Layout({"replica": 2, "shard": 3}, 3, "shard")):
         step = shard_step(layout)
         like = step.partition(tree.map(lambda x: torch.empty_like(x, device="meta"), whole))

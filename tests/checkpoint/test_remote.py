@@ -39,11 +39,11 @@ def test_a_folder_of_checkpoints_works_on_an_object_store(root):
 def test_a_remote_save_commits_by_one_put_of_its_manifest(root, monkeypatch):
     fzero.save(root, {"w": torch.zeros(3)})
 
-    def broken(*args: object) -> None:
+    def raise_error(*args: object) -> None:
         raise OSError(5, "planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_files.Remote, "put", broken)
+        patch.setattr(_files.Remote, "put", raise_error)
         with pytest.raises(
             fzero.errors.CheckpointError, match=r"nothing was saved to 'memory://.*': rank 0: OSError: "
         ):

@@ -65,12 +65,12 @@ def test_to_host_and_to_device_are_each_others_transposes(name, shape):
     moved, transposed = torch.func.vjp(MOVES[name], x)
     assert torch.equal(moved, x) and torch.equal(transposed(y)[0], y)
 
-    def pulled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def pull_back(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.func.vjp(MOVES[name], x)[1](y)[0]
 
     other = next(n for n in MOVES if n != name)
     assert operations(MOVES[name], x) == [name]
-    assert operations(pulled, x, y)[-1:] == [other]
+    assert operations(pull_back, x, y)[-1:] == [other]
 
 
 @examples(10, 20)

@@ -119,10 +119,10 @@ def replicas_that_differ_are_found(_: fzero.ranks.Mesh) -> None:
     params, state = step.init({"w": torch.ones(6)}, opt)
     step(params, state)
 
-    def spoiled(x: Any) -> Any:
+    def spoil(x: Any) -> Any:
         return Shard(x.data + mesh.index("replica"), x.spec_id) if isinstance(x, Shard) else x
 
-    params = tree.map(spoiled, params, is_leaf=is_box)
+    params = tree.map(spoil, params, is_leaf=is_box)
     try:
         step(params, state)
     except ValueError as error:

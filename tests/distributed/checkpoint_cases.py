@@ -136,7 +136,7 @@ def resume_takes_no_initialisation(mesh: fzero.ranks.Mesh) -> None:
 def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.ranks.Mesh) -> None:
     moved = {"read": 0, "written": 0}
 
-    def counted(files: Any, name: str, at: int, views: Any, read: Any = _files.LocalFolder.read_into) -> None:
+    def count_bytes(files: Any, name: str, at: int, views: Any, read: Any = _files.LocalFolder.read_into) -> None:
         moved["read"] += sum(len(v) for v in views)
         read(files, name, at, views)
 
@@ -149,7 +149,7 @@ def a_rank_reads_and_writes_its_own_bytes(mesh: fzero.ranks.Mesh) -> None:
         write(files, name, tell())
 
     with folder(mesh) as path, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_files.LocalFolder, "read_into", counted)
+        patch.setattr(_files.LocalFolder, "read_into", count_bytes)
         patch.setattr(_files.LocalFolder, "write", writing)
         step = fzero.shard(train_step_for(mlp_loss, OPT), stage=3, mesh=mesh)
         params = {f"w{i}": torch.ones(1 << 18) for i in range(16)}
@@ -175,7 +175,7 @@ def assert_refused(text: str, f: Any, *args: Any, **options: Any) -> None:
 def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> None:
     last = mesh.size - 1
 
-    def broken(*args: Any) -> None:
+    def raise_error(*args: Any) -> None:
         raise OSError(5, "planted")
 
     def slow(*args: Any) -> None:
@@ -188,7 +188,7 @@ def what_goes_wrong_on_one_rank_is_an_error_on_all(mesh: fzero.ranks.Mesh) -> No
         for background in (False, True):
             with pytest.MonkeyPatch.context() as patch:
                 if mesh.rank == last:
-                    patch.setattr(_files.os, "writev", broken)
+                    patch.setattr(_files.os, "writev", raise_error)
                 text = rf"nothing was saved to '{path}': rank {last}: OSError: \[Errno 5\] planted$"
                 assert_refused(text, lambda b: fzero.save(path, other, mesh, background=b).wait(), background)
         with pytest.MonkeyPatch.context() as patch:
@@ -319,7 +319,7 @@ def a_folder_of_hugging_face_is_read_and_written_by_each_rank_for_itself(mesh: f
 def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.ranks.Mesh) -> None:
     last = mesh.size - 1
 
-    def broken(*args: Any) -> None:
+    def raise_error(*args: Any) -> None:
         raise OSError(5, "planted")
 
     with folder(mesh) as path:
@@ -328,7 +328,7 @@ def a_write_for_hugging_face_that_fails_on_one_rank_fails_on_all(mesh: fzero.ran
         before = sorted(os.listdir(path))
         with pytest.MonkeyPatch.context() as patch:
             if mesh.rank == last:
-                patch.setattr(os, "pwrite", broken)
+                patch.setattr(os, "pwrite", raise_error)
                 with pytest.raises(OSError, match="planted"):
                     fzero.checkpoint.hf.write(path, {"w": torch.ones(8)}, mesh)
             else:

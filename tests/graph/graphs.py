@@ -300,14 +300,14 @@ def build_chain(c: Chain, rename: bool = False) -> Sample:
         full = b.gather(b.cast(p, torch.bfloat16) if c.cast else p)
         return b.fit(full, layers[i])
 
-    def dtyped(w: Node) -> Node:
+    def cast_weight(w: Node) -> Node:
         return b.cast(w, torch.float32)
 
-    def reduced(i: int, grad: Node) -> Node:
+    def reduce_gradient(i: int, grad: Node) -> Node:
         grad = b(aten.div.Tensor, grad, float(c.n))
         return b.reduce_scatter(b.flat(grad, sizes[i] * c.n)) if c.stage else b.all_reduce(grad)
 
-    def updated(i: int, grad: Node) -> tuple[Node, Node]:
+    def update_leaf(i: int, grad: Node) -> tuple[Node, Node]:
         moment = b(aten.add.Tensor, b(aten.mul.Tensor, moments[i], 0.9), grad)
         own = params[i] if c.stage in (0, 3) else b.flat(b.flat(params[i], sizes[i] * c.n), sizes[i])
         new = b(aten.sub.Tensor, b(aten.mul.Tensor, own, 0.99), b(aten.mul.Tensor, moment, 0.1))
@@ -320,7 +320,7 @@ def build_chain(c: Chain, rename: bool = False) -> Sample:
         for i in range(count):
             weights.setdefault(i, None)
             weights[i] = weights[i] or weight(i, ps[i])
-            acts.append(b(aten.tanh.default, b(aten.mm.default, inner[-1], dtyped(weights[i]))))
+            acts.append(b(aten.tanh.default, b(aten.mm.default, inner[-1], cast_weight(weights[i]))))
             norm = c.norm and i + 1 < count
             actual = b(aten.native_layer_norm.default, acts[-1], [c.widths[i + 1]], None, None, 1e-5) if norm else None
             inner.append(b(operator.getitem, actual, 0) if norm else acts[-1])
@@ -336,7 +336,7 @@ def build_chain(c: Chain, rename: bool = False) -> Sample:
             if c.leaf_first:
                 own()
             if i:
-                grad = b(aten.mm.default, pre, b(aten.t.default, dtyped(weights[i])))
+                grad = b(aten.mm.default, pre, b(aten.t.default, cast_weight(weights[i])))
             if not c.leaf_first:
                 own()
             if not c.at_the_end:
@@ -346,11 +346,11 @@ def build_chain(c: Chain, rename: bool = False) -> Sample:
         return loss, out
 
     if c.sam:
-        _, first = differentiate(list(params), reduced)
+        _, first = differentiate(list(params), reduce_gradient)
         ps = [b(aten.add.Tensor, p, b.fit(first[i], b.shape(p))) for i, p in enumerate(params)]
     else:
         ps = list(params)
-    loss, out = differentiate(ps, lambda i, g: updated(i, reduced(i, g)))
+    loss, out = differentiate(ps, lambda i, g: update_leaf(i, reduce_gradient(i, g)))
     results = [out[i][0] for i in range(count)] + [out[i][1] for i in range(count)] + [b.all_reduce(loss)]
     pairs = [(i, i) for i in range(2 * count)]
     return Sample(b.done(results), shapes, c.n, pairs, list(range(2 * count)))

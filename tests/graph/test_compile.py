@@ -288,7 +288,7 @@ def test_a_step_runs_uncompiled_until_all_its_segments_are_compiled(monkeypatch)
 def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_compile(monkeypatch, warm):
     states = set()
 
-    def uncompiled(codes: Any, one: Any) -> Any:
+    def run_uncompiled(codes: Any, one: Any) -> Any:
         for code in codes:
             states.add(gc.isenabled())
             yield code, lambda args, graph=code.graph: Interpreter(GraphModule({}, graph)).run(*args)
@@ -297,7 +297,7 @@ def test_the_garbage_collector_pauses_while_segments_load_and_not_while_they_com
     monkeypatch.setattr(_backends, "start_workers", lambda codes, count: Workers(()))
     monkeypatch.setattr(_backends, "is_compiled", lambda code: warm)
     monkeypatch.setattr(_auto_backend, "is_compiled", lambda code: warm)
-    monkeypatch.setattr(_backends, "compile_all", uncompiled)
+    monkeypatch.setattr(_backends, "compile_all", run_uncompiled)
     step, _ = make_both()
     train(step, fzero.jit(step), range(1))
     assert states == {not warm} and gc.isenabled()

@@ -124,14 +124,14 @@ def test_a_constant_is_made_right_before_it_is_used():
 
 
 def test_the_number_of_a_ranks_gpu_is_no_difference_between_ranks():
-    def moved(rank: int) -> list[str]:
+    def node_signatures_of_rank(rank: int) -> list[str]:
         b = graphs.Builder(2, [(4,)], [{"label": "x", "kind": "parameters", "block": ""}], False)
         graph = b.done([b(aten.mul.Tensor, b.inputs[0], 2.0)])
         (node,) = [n for n in graph.nodes if n.target is aten.mul.Tensor]
         node.kwargs = {"device": torch.device("cuda", rank)}  # as `aten._to_copy` has it
         return _node_signatures(graph)
 
-    assert moved(0) == moved(1) and "'cuda'" in moved(0)[0]
+    assert node_signatures_of_rank(0) == node_signatures_of_rank(1) and "'cuda'" in node_signatures_of_rank(0)[0]
 
 
 def test_how_a_rank_cuts_out_its_shard_is_no_difference_between_ranks():

@@ -128,14 +128,14 @@ def test_new_parameters_arrive_in_the_leaves_that_were_donated():
 def test_settings_with_a_common_prefix_share_the_graphs_of_their_first_passes(chain, monkeypatch):
     ran: Counter[str] = Counter()
 
-    def counted(row: _pass_manager.Pass) -> _pass_manager.Pass:
+    def count_runs(row: _pass_manager.Pass) -> _pass_manager.Pass:
         def apply(graph: Graph, *arguments: Any) -> Graph:
             ran[row.name] += 1
             return row.apply(graph, *arguments)
 
         return row._replace(apply=apply)
 
-    monkeypatch.setattr(_pass_manager, "PASSES", tuple(counted(row) for row in PASSES))
+    monkeypatch.setattr(_pass_manager, "PASSES", tuple(count_runs(row) for row in PASSES))
     sample = build_chain(chain)
     context = PassContext(tuple(sample.pairs), tuple(sample.donated))
     result = candidates(sample.graph, context, ScheduleOptions(recompute=False, memory_budget=10**9))

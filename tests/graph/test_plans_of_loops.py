@@ -131,17 +131,17 @@ def test_schedules_order_the_operations_within_loops():
     """The same settings are tried as for the iterations one by one, and gathers start ahead only where they fit."""
     looped, flat = with_and_without_a_loop(3)
 
-    def tried(plan: fzero.graph.Plan) -> dict[Any, int]:
+    def list_peaks(plan: fzero.graph.Plan) -> dict[Any, int]:
         before = (plan.settings, plan.peak_bytes)
         return {tuple(s.values()): peak for s, peak in [before, *[r[:2] for r in plan.rejected]]}
 
     def ways(plan: fzero.graph.Plan) -> set[Any]:
-        return {settings[-2:] for settings in tried(plan)}
+        return {settings[-2:] for settings in list_peaks(plan)}
 
     assert ways(looped) == ways(flat) == {(0, 0), (0, 1), ("fitting", 0), ("fitting", 1)}
     assert looped.settings["bucket_bytes"] == flat.settings["bucket_bytes"] > 0
-    leanest = min(peak for settings, peak in tried(looped).items() if settings[-2:] == (0, 0))
-    assert all(peak <= leanest for settings, peak in tried(looped).items() if settings[-2:] == ("fitting", 0))
+    leanest = min(peak for settings, peak in list_peaks(looped).items() if settings[-2:] == (0, 0))
+    assert all(peak <= leanest for settings, peak in list_peaks(looped).items() if settings[-2:] == ("fitting", 0))
 
 
 @pytest.mark.slow
@@ -166,12 +166,12 @@ def test_gathers_start_ahead_in_a_loop_as_far_as_there_is_room():
     args = (*step.init(gpt_params(width=32, layers=3), ADAMW), step.mesh.split(torch.randint(37, (6, 17))))
     traced = entry_of(step, *args, world_size=2)
 
-    def planned(**options: Any) -> fzero.graph.Plan:
+    def make_plan(**options: Any) -> fzero.graph.Plan:
         return plan_of(traced, **{**LEAST, **options})
 
-    lean, ahead = planned(prefetch=0), planned(prefetch="fitting", memory_budget=10**9)
+    lean, ahead = make_plan(prefetch=0), make_plan(prefetch="fitting", memory_budget=10**9)
     unit = max(c.bytes for c in ahead.collectives)
-    just = planned(prefetch="fitting", memory_budget=ahead.peak_bytes + unit)
+    just = make_plan(prefetch="fitting", memory_budget=ahead.peak_bytes + unit)
     assert lean.peak_bytes < just.peak_bytes == ahead.peak_bytes
     assert just.seconds == ahead.seconds < lean.seconds
 

@@ -261,8 +261,8 @@ def test_a_result_of_another_path_takes_only_its_own_memory():
     state = optim.offload(optim.sgd(0.1, momentum=0.9), 0.5).init({"w": normal((128,))})
     before = addresses(state)
 
-    def turned(state: Any) -> Any:
+    def add_one(state: Any) -> Any:
         return {"other": tree.map(lambda x: x + 1, state.momentum["w"])}
 
-    after = addresses(fzero.jit(turned, donate=0, backend="fx")(state))
+    after = addresses(fzero.jit(add_one, donate=0, backend="fx")(state))
     assert after["host"] <= before["host"] and after["device"] <= before["device"] and after == before

@@ -54,7 +54,7 @@ def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
     module = model(1)
     apply, params, buffers = functional(module, matmul_precision=MatmulPrecision("float8", scaling=scaling))
 
-    def by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
+    def run_by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
         def exact(name: str, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
 
@@ -65,8 +65,8 @@ def test_chosen_layers_compute_float8_linear_and_the_others_stay_exact(scaling):
         return exact("head", x + exact("blocks.0.odd", x).mean(-1, keepdim=True))
 
     actual = torch.func.grad(lambda p: apply(p, buffers, INPUTS)[0].square().mean())(params)
-    expected = torch.func.grad(lambda p: by_hand(p, INPUTS).square().mean())(params)
-    assert torch.equal(apply(params, buffers, INPUTS)[0], by_hand(params, INPUTS))
+    expected = torch.func.grad(lambda p: run_by_hand(p, INPUTS).square().mean())(params)
+    assert torch.equal(apply(params, buffers, INPUTS)[0], run_by_hand(params, INPUTS))
     assert actual.keys() == expected.keys() and all(torch.equal(actual[k], expected[k]) for k in actual)
     assert torch.equal(module(INPUTS), functional(module).apply(params, buffers, INPUTS)[0])  # it was not changed
 
@@ -157,7 +157,7 @@ def test_float8_training_at_stage_3_equals_one_rank(remat):
 def test_a_plan_counts_the_flops_of_float8_products(scaling):
     """The same floating-point operations and collectives; the products of blocks are of float8."""
 
-    def planned(products: Any) -> Any:
+    def make_plan(products: Any) -> Any:
         apply, params, buffers = functional(model(), matmul_precision=products)
         opt = fzero.optim.sgd(1e-2)
 
@@ -170,7 +170,7 @@ def test_a_plan_counts_the_flops_of_float8_products(scaling):
         jitted = fzero.jit(step, backend="fx", **LEAST)
         return fzero.plan(jitted, *step.init(params, opt), step.mesh.split(torch.zeros(64, 16)))
 
-    exact, float8 = planned(None), planned(MatmulPrecision("float8", scaling=scaling))
+    exact, float8 = make_plan(None), make_plan(MatmulPrecision("float8", scaling=scaling))
     assert float8.flops == exact.flops > 0
     assert sum("_scaled_mm" in o.name for o in float8.operations) == 2 * 2 * 3  # blocks, layers, products
     assert [(c.kind, c.bytes) for c in float8.collectives] == [(c.kind, c.bytes) for c in exact.collectives]

@@ -133,7 +133,7 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(j
     with pytest.raises(RuntimeError, match=r"\(module\(\*args\), module.get_submodule\('1'\).aux\)\)"):
         train(module, stale, jit)
 
-    def returned(apply: Any, buffers: Any) -> Any:
+    def run_returned(apply: Any, buffers: Any) -> Any:
         run = apply.method(lambda module, *args: (module(*args), module.get_submodule("1").aux))
 
         def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(j
 
         return loss
 
-    def by_hand(apply: Any, buffers: Any) -> Any:
+    def run_by_hand(apply: Any, buffers: Any) -> Any:
         def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
             y = apply(p, buffers, x)[0]
             return y.sum() + y.square().mean()
@@ -150,11 +150,11 @@ def test_an_auxiliary_loss_in_an_attribute_is_refused_with_a_remedy_that_works(j
         return loss
 
     same = nn.Sequential(module[0], copy.deepcopy(balanced.gate))
-    assert train(module, returned, jit) == pytest.approx(train(same, by_hand, jit), rel=1e-5)
+    assert train(module, run_returned, jit) == pytest.approx(train(same, run_by_hand, jit), rel=1e-5)
     assert not notices()
     with pytest.raises(RuntimeError, match=r"ignore_writes=\['1.aux'\]\)"):
-        train(module, by_hand, jit)
-    train(module, by_hand, jit, ignore_writes=["1.aux"])
+        train(module, run_by_hand, jit)
+    train(module, run_by_hand, jit, ignore_writes=["1.aux"])
 
 
 def test_a_tensor_that_a_block_under_remat_stores_is_refused():

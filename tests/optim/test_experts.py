@@ -132,7 +132,7 @@ def test_clip_by_expert_refuses_names_without_stacked_experts():
 def test_leaves_of_experts_without_a_dimension_are_refused_and_empty_ones_pass(sharded):
     """Those without a dimension are refused by name, with a box or without; empty ones pass."""
 
-    def clipped(tree_of: Any) -> Any:
+    def clip_on_ranks(tree_of: Any) -> Any:
         def program() -> Any:
             clip = optim.clip_by_expert(1.0)
             return fzero.gather(clip.update(fzero.partition(tree_of), ())[0])
@@ -140,8 +140,8 @@ def test_leaves_of_experts_without_a_dimension_are_refused_and_empty_ones_pass(s
         return fzero.mesh(dp=2).spmd(program)() if sharded else optim.clip_by_expert(1.0).update(tree_of, ())[0]
 
     with pytest.raises(ValueError, match=r"leaf 'experts.s' has no dimension of experts"):
-        clipped({"experts": {"a": torch.ones(3, 3), "s": torch.tensor(1.0)}})
-    out = clipped(
+        clip_on_ranks({"experts": {"a": torch.ones(3, 3), "s": torch.tensor(1.0)}})
+    out = clip_on_ranks(
         {"experts": {"a": 9 * torch.ones(3, 4), "s": torch.zeros(3, 0)}, "none": {"experts": torch.ones(0, 3)}}
     )
     torch.testing.assert_close(out["experts"]["a"], torch.full((3, 4), 0.5))

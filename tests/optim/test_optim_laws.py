@@ -80,7 +80,7 @@ def test_random_tests_draw_every_optimizer(monkeypatch):
     names, made = whole_optimizers(), set()
     assert {"adamw", "sgd", "muon"} <= {*names}, "no longer found by the first argument"
 
-    def noted(make: Any) -> Any:
+    def note_calls(make: Any) -> Any:
         @functools.wraps(make)
         def note(*args: Any, **kwargs: Any) -> Any:
             made.add(make.__name__)
@@ -89,7 +89,7 @@ def test_random_tests_draw_every_optimizer(monkeypatch):
         return note
 
     for name in names:
-        monkeypatch.setattr(optim, name, noted(getattr(optim, name)))
+        monkeypatch.setattr(optim, name, note_calls(getattr(optim, name)))
     testing.optimizers()
     assert not {*names} - made, f"optimizers in fzero/testing.py: add {sorted({*names} - made)}"
 

@@ -63,18 +63,18 @@ def test_gradients_by_plain_autograd_equal_those_of_torch_func(n, stage, k):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_autograd_differentiates_a_function_of_the_old_form(stage):
-    def doubled(params, batch):
+    def double_loss(params, batch):
         return Doubled.apply(loss(params, batch))
 
     with pytest.raises(RuntimeError):
-        train(2, stage, 1, autograd=False, f=doubled)
-    result = train(2, stage, 1, autograd=True, f=doubled)
+        train(2, stage, 1, autograd=False, f=double_loss)
+    result = train(2, stage, 1, autograd=True, f=double_loss)
     # adam's steps do not depend on the gradients' size, but for its eps
     torch.testing.assert_close(result, train(2, stage, 1, autograd=False), rtol=1e-5, atol=1e-5)
     params, batch = values(4)
     of_loss, of_doubled = (
         fzero.value_and_grad(loss)(params, batch),
-        fzero.value_and_grad(doubled, autograd=True)(params, batch),
+        fzero.value_and_grad(double_loss, autograd=True)(params, batch),
     )
     assert_trees_close(of_doubled[1], {name: 2 * g for name, g in of_loss[1].items()})
     assert not of_doubled[0].requires_grad

@@ -58,7 +58,7 @@ def test_a_loss_without_parameters_is_refused(way, options, loss, caplog):
         def loss_fn(params: Any, x: Any) -> Any:
             return f(params, x)
 
-    def trained() -> Any:
+    def train() -> Any:
         if way == "outside":
             return fzero.value_and_grad(loss_fn, **options)(PARAMS, X)[1]
         mesh = fzero.mesh(dp=2, simulate="lockstep" if way == "lockstep" else "vmap")
@@ -68,14 +68,14 @@ def test_a_loss_without_parameters_is_refused(way, options, loss, caplog):
         return fzero.tree.map(torch.sub, step.gather(params), PARAMS)
 
     if depends:
-        trained()
+        train()
         assert not notices(caplog)
     elif way == "lockstep":  # another rank's loss may depend on them
-        grads = trained()
+        grads = train()
         assert re.search(SAID, notices(caplog)[0]) and not any(g.any() for g in fzero.tree.tensors(grads))
     else:
         with pytest.raises(ValueError, match=SAID):
-            trained()
+            train()
 
 
 def test_a_rank_and_a_micro_batch_without_examples_have_a_constant_loss():

@@ -35,21 +35,21 @@ LOSSES = {"mean": loss, "weighted": sum_weighted, "sum": sum_scaled}
 def test_gradients_of_boxed_inputs_are_those_of_the_global_batch(reduce, k, simulate):
     params, mesh = mlp_params(), fzero.mesh(dp=3, simulate=simulate)
 
-    def both(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    def run_both(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         f = fzero.value_and_grad(LOSSES[reduce], (0, 1), reduce=reduce, micro_batches=k, batch_argnums=(1, 2))
         return f(p, PerRank(x), y)
 
-    def sharded(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        value, (grads, own) = both(fzero.partition(p), x, y)
+    def run_sharded(p: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        value, (grads, own) = run_both(fzero.partition(p), x, y)
         return value, (fzero.gather(grads), own)
 
-    value, (grads, own) = both(params, BATCH["x"], BATCH["y"])
+    value, (grads, own) = run_both(params, BATCH["x"], BATCH["y"])
     expected, (_, of_tensor) = fzero.value_and_grad(LOSSES[reduce], (0, 1), reduce=reduce)(
         params, BATCH["x"], BATCH["y"]
     )
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(own.value, of_tensor)
-    got, (got_grads, got_own) = mesh.spmd(sharded)(params, mesh.split(BATCH["x"]), mesh.split(BATCH["y"]))
+    got, (got_grads, got_own) = mesh.spmd(run_sharded)(params, mesh.split(BATCH["x"]), mesh.split(BATCH["y"]))
     assert_trees_close((got, got_grads), (value, grads))
     torch.testing.assert_close(got_own.value.flatten(0, 1), own.value)
 
@@ -102,14 +102,14 @@ def test_a_box_may_differ_along_some_axes_and_lie_in_a_tree():
         boxes = {"w": w, "shift": PerRank({"s": shift}, "dp"), "tied": PerRank({"s": shift}, "dp")}
         return fzero.value_and_grad(f, axis=("dp", "ep"))(boxes, x)
 
-    def unsharded(w: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def run_unsharded(w: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         return f({"w": w, "shift": {"s": shift.repeat_interleave(4, 0)}, "tied": {"s": 0 * x}}, x)
 
     w = torch.ones(7).double()
     value, grads = mesh.spmd(program)(w, PerRank(shift, "dp"), mesh.split(x))
     doubled = shift.clone() * 2
-    expected = torch.func.grad(unsharded, argnums=(0, 1))(w, doubled)
-    torch.testing.assert_close(value, unsharded(w, doubled))
+    expected = torch.func.grad(run_unsharded, argnums=(0, 1))(w, doubled)
+    torch.testing.assert_close(value, run_unsharded(w, doubled))
     torch.testing.assert_close(grads["w"], expected[0])
     for name in ("shift", "tied"):
         torch.testing.assert_close(grads[name].value["s"], expected[1])

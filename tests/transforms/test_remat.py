@@ -71,10 +71,10 @@ def test_parameters_and_python_numbers_are_not_offloaded():
     f = fzero.remat(lambda p, x, scale: torch.tanh(x @ p["w"]) * scale, "host")
     assert "fzero::to_host" not in ops(grad(lambda p: f(p, x, p["w"].sum()).sum()), p)
 
-    def boxed(p: Any) -> Any:
+    def run_boxed(p: Any) -> Any:
         return loss_of(fzero.remat(block, "host"))(fzero.partition(tree.map(lambda w: w * 1, p)), x)
 
-    program = fzero.mesh(dp=1).spmd(lambda p: fzero.PerRank(grad(boxed)(p)))
+    program = fzero.mesh(dp=1).spmd(lambda p: fzero.PerRank(grad(run_boxed)(p)))
     assert "fzero::to_host" not in ops(program, p)
 
 

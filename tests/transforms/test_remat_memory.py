@@ -67,7 +67,7 @@ def test_a_plan_with_remat_holds_one_input_per_layer(backend):
 def test_a_plan_with_offloaded_activations_holds_them_on_the_host(stage, k, whole):
     """One input a layer lies there, and of the parameters none; each goes down once, and comes up once."""
 
-    def planned(layers: int, save: str | None) -> fzero.graph.Plan:
+    def make_plan(layers: int, save: str | None) -> fzero.graph.Plan:
         params, x = deep_inputs(layers)
         f, opt = fzero.remat(deep, save), fzero.optim.sgd(0.1)
         loss = deep_loss(lambda p, x: f(tree.map(lambda w: w.t(), p) if whole else p, x))  # a view of a leaf
@@ -75,11 +75,11 @@ def test_a_plan_with_offloaded_activations_holds_them_on_the_host(stage, k, whol
         args = (*step.init(params, opt), step.mesh.split(x))
         return fzero.jit(step, backend="fx", recompute=False, prefetch=0, in_flight=0).plan(*args)
 
-    few, many = (planned(layers, "host") for layers in (4, 12))
+    few, many = (make_plan(layers, "host") for layers in (4, 12))
     up, down = (sum(t.bytes * t.times for t in many.transfers if t.kind == kind) for kind in ("to_device", "to_host"))
     assert up == down == 11 * UNIT  # the first input is the batch
     assert many.peak_of("host") - few.peak_of("host") == 8 * UNIT / k
-    assert planned(12, None).peak_of("device") - many.peak_of("device") > (11 - 4) * UNIT / k - UNIT
+    assert make_plan(12, None).peak_of("device") - many.peak_of("device") > (11 - 4) * UNIT / k - UNIT
 
 
 def test_a_plan_with_remat_counts_the_flops_of_the_second_run():
@@ -100,10 +100,10 @@ def test_inductor_does_not_merge_the_two_runs_of_a_block():
 def test_remat_lowers_the_peak_of_an_eager_gradient():
     """torch.func.grad keeps what a second derivative would need: the block's input, and its result's gradient."""
 
-    def by_grad(f):
+    def peak_by_grad(f):
         return lambda *args: peak_bytes(lambda: grad(deep_loss(f))(*args))
 
-    def by_autograd(f):
+    def peak_by_autograd(f):
         def run(params, x):
             params = [{k: v.requires_grad_() for k, v in p.items()} for p in params]
             return peak_bytes(lambda: deep_loss(f)(params, x).backward())
@@ -111,8 +111,8 @@ def test_remat_lowers_the_peak_of_an_eager_gradient():
         return run
 
     gradients = 3 * WIDTH * WIDTH * 4 / UNIT
-    assert growth(by_grad(deep)) > 10 and growth(by_grad(fzero.remat(deep))) < 2.1 + gradients
-    assert growth(by_autograd(deep)) > 5 and growth(by_autograd(fzero.remat(deep))) < 1.1 + gradients
+    assert growth(peak_by_grad(deep)) > 10 and growth(peak_by_grad(fzero.remat(deep))) < 2.1 + gradients
+    assert growth(peak_by_autograd(deep)) > 5 and growth(peak_by_autograd(fzero.remat(deep))) < 1.1 + gradients
 
 
 def test_stage_3_with_remat_holds_one_full_block():

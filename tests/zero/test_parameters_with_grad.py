@@ -56,15 +56,15 @@ def test_torch_func_differentiates_through_the_world(stage):
     train_step = train_step_for(loss, opt)
     step = fzero.shard(train_step, stage=stage, mesh=mesh)
 
-    def after_two(run: Any, params: Any, state: Any, x: Any) -> torch.Tensor:
+    def run_twice(run: Any, params: Any, state: Any, x: Any) -> torch.Tensor:
         for _ in range(2):
             params, state, value = run(params, state, x)
         return value
 
     params = {name: p.detach() for name, p in parameters().items()}
     boxes, state = step.init(params, opt)
-    got = torch.func.grad(lambda p: after_two(step, p, state, mesh.split(X)))(boxes)
-    expected = torch.func.grad(lambda p: after_two(train_step, p, opt.init(p), X))(params)
+    got = torch.func.grad(lambda p: run_twice(step, p, state, mesh.split(X)))(boxes)
+    expected = torch.func.grad(lambda p: run_twice(train_step, p, opt.init(p), X))(params)
     assert_trees_close(step.gather(got), expected, rtol=1e-10)
 
 

@@ -123,7 +123,7 @@ def test_a_loss_may_be_normalised_by_the_user():
     mask = ((torch.arange(12) % 5 == 0) | (torch.arange(12) < 4)).double()[:, None]
     batches = [{**b, "mask": mask} for b in BATCHES]
 
-    def weighted(params: Any, batch: Any) -> torch.Tensor:
+    def weighted_loss(params: Any, batch: Any) -> torch.Tensor:
         pieces = (batch["x"] @ params["w"] - batch["y"]) ** 2
         return (pieces * batch["mask"]).sum() / fzero.collectives.psum(batch["mask"].sum())
 
@@ -139,7 +139,7 @@ def test_a_loss_may_be_normalised_by_the_user():
         return train_step
 
     params = {"w": mlp_params()["head"][0]}
-    assert_equivalent(step_of(weighted, "sum"), params, opt, batches, world_sizes=(1, 2, 3))
+    assert_equivalent(step_of(weighted_loss, "sum"), params, opt, batches, world_sizes=(1, 2, 3))
     with pytest.raises(AssertionError):
         assert_equivalent(step_of(naive, "mean"), params, opt, batches, world_sizes=(2,))
 

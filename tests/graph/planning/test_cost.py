@@ -42,14 +42,14 @@ def down_up(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_host_and_device_overlap_if_the_devices_work_is_issued_first():
-    def filled(x: torch.Tensor) -> torch.Tensor:
+    def fill_during_copy(x: torch.Tensor) -> torch.Tensor:
         below = fzero.collectives.to_host(x.sin())
         z = x.cos().tan()
         return fzero.collectives.to_device(below * 2, "cpu") + z
 
     # 2 down, 6 on the host, 7 up, then three of the device
     assert estimate_seconds(trace_node(down_up), hardware=DEVICE) == 10
-    assert estimate_seconds(trace_node(filled), hardware=DEVICE) == 8
+    assert estimate_seconds(trace_node(fill_during_copy), hardware=DEVICE) == 8
 
 
 def test_the_cost_model_counts_work_on_the_host():

@@ -121,13 +121,13 @@ def test_a_segment_at_any_length_equals_its_own_operations(names, lengths):
     """From the fourth length on nothing is compiled anew: three tell all numbers."""
     cache, count = Lengths(), 0
 
-    def counted(*args: Any) -> Any:
+    def count_calls(*args: Any) -> Any:
         nonlocal count
         count += 1
         return run_uncompiled(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_template, "inductor_for_lengths", counted)
+        patch.setattr(_template, "inductor_for_lengths", count_calls)
         for i, length in enumerate(lengths):
             code, args = code_at(names, length)
             actual = for_all_lengths([code], cache, shapes(*[x.shape for x in args]), None)

@@ -48,7 +48,7 @@ def test_parameters_on_the_host_move_to_the_device_when_gathered():
             x = fzero.remat(lambda p, x: torch.tanh(x @ p["w"]))(block, x)
         return x.square().mean()
 
-    def planned(ratio: float, on_host: bool) -> Any:
+    def make_plan(ratio: float, on_host: bool) -> Any:
         optimizer = optim.offload(optim.sgd(0.1, momentum=0.9), ratio, params=on_host)
 
         def train_step(params: Any, opt_state: Any, x: Any) -> Any:
@@ -63,7 +63,7 @@ def test_parameters_on_the_host_move_to_the_device_when_gathered():
         )
         return fzero.plan(fzero.jit(step, backend="fx", max_reuse_bytes=0), *state, step.mesh.split(normal((4, width))))
 
-    full, low = planned(1.0, False), planned(1.0, True)
+    full, low = make_plan(1.0, False), make_plan(1.0, True)
     shard = width * width * 4 // 2
     up = sum(t.bytes for t in low.transfers if t.kind == "to_device")
     assert up == 2 * blocks * shard

@@ -120,7 +120,7 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
     def begin(rest: Any, batch: Any) -> Any:
         return {"x": first(rest, batch), "loss": torch.zeros((), dtype=torch.float64)}
 
-    def counted(p: Any, stream: Any, *, index: Any, batch: Any) -> Any:
+    def count_index(p: Any, stream: Any, *, index: Any, batch: Any) -> Any:
         x = block(p, stream["x"]) + (index + 1) * batch["weights"][:, None]
         return {"x": x, "loss": stream["loss"] + x.square().sum() * (index + 1)}
 
@@ -131,7 +131,7 @@ def test_blocks_may_hand_on_a_tree_and_are_handed_their_number_and_the_batch():
     params = make_params(5)
     few = [("1f1b", "vmap"), ("zb", "lockstep")]
     for name, simulate in either(few, [*itertools.product(("1f1b", "zb"), SIMULATED)]):
-        loss = make_loss(4, first=begin, block=counted, last=end, depth=5, schedule=name)
+        loss = make_loss(4, first=begin, block=count_index, last=end, depth=5, schedule=name)
         mesh = fzero.mesh(dp=2, pp=2, simulate=simulate)
         close(train_on(mesh, 3, loss, params, 8), train_plainly(loss, params, 8))
 
@@ -175,14 +175,14 @@ def test_each_block_and_each_micro_batch_draws_its_own_mask(simulate):
     params, key = make_params(4), fzero.random.key(0)
     batch = {name: x.repeat(2) for name, x in make_batch(64).items()}  # two equal micro-batches
 
-    def left(micro_batches: int, batch: Any) -> float:
+    def count_left(micro_batches: int, batch: Any) -> float:
         loss = make_loss(micro_batches, block=drops, last=total, depth=4)
         mesh = fzero.mesh(pp=2, simulate=simulate)
         step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
         stacked, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
         return step.program(lambda p, b: fzero.collectives.psum(loss(p, b, key)[0]))(stacked, batch).item()
 
-    both, one = left(2, batch), left(1, make_batch(64))
+    both, one = count_left(2, batch), count_left(1, make_batch(64))
     assert both != 2 * one
     assert 0.02 < both / (128 * WIDTH) < 0.12  # one in sixteen is left by four masks
 
@@ -215,11 +215,11 @@ def test_a_factor_of_a_pipelined_loss_scales_its_gradients():
     step = fzero.shard(lambda p, s, b: (p, s), 0, mesh, split=loss.split)
     stacked, _ = step.init(loss.stack(params, mesh), optim.sgd(0.1))
 
-    def tripled(params: Any, batch: Any) -> Any:
+    def triple(params: Any, batch: Any) -> Any:
         total, weight = loss(params, batch)
         return 3 * total, weight
 
-    _, grads = step.program(fzero.value_and_grad(tripled, reduce="weighted"))(stacked, batch)
+    _, grads = step.program(fzero.value_and_grad(triple, reduce="weighted"))(stacked, batch)
     _, expected = fzero.value_and_grad(loss, reduce="weighted")(params, batch)
     close(loss.unstack(step.gather(grads), mesh), fzero.tree.map(lambda g: 3 * g, expected))
 
@@ -286,10 +286,10 @@ def test_unused_values_in_bubbles_add_no_nan(simulate, remat):
 def test_totals_and_weights_of_half_precision_are_added_up_in_float32():
     """257 tokens are 256 in bfloat16."""
 
-    def counted(rest: Any, x: torch.Tensor, batch: Any) -> Any:
+    def count_rows(rest: Any, x: torch.Tensor, batch: Any) -> Any:
         return x.sum() * 0 + 1.0, torch.tensor(257)
 
-    loss, params, batch = make_loss(4, last=counted), make_params(4, torch.bfloat16), make_batch(8)
+    loss, params, batch = make_loss(4, last=count_rows), make_params(4, torch.bfloat16), make_batch(8)
     expected = torch.tensor(4.0), torch.tensor(1028.0)
     close(loss(params, batch), expected)
     for simulate in ("vmap", "lockstep"):
@@ -390,14 +390,14 @@ def test_residuals_are_freed_as_the_schedule_says(monkeypatch):
         loss, most = make_loss(8, schedule=name, stages_per_rank=stages), {}
         forward = RankExecutor._run_forward
 
-        def counted(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
+        def count_calls(self: Any, *args: Any, forward: Any = forward, most: Any = most) -> Any:
             result = forward(self, *args)
             rank = self.stages.axis.rank
             most[rank] = max(most.get(rank, 0), len(self.vjp_fns))
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(RankExecutor, "_run_forward", counted)
+            patch.setattr(RankExecutor, "_run_forward", count_calls)
             mesh = fzero.mesh(pp=4, simulate="lockstep")
             train_on(mesh, 0, loss, make_params(8), 8, steps=1)
         schedule = loss.schedule(4)

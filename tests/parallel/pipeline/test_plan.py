@@ -220,18 +220,18 @@ def held(parts: Any) -> list[torch.Tensor]:
 
 
 def test_a_backward_pass_recomputes_constant_masks_and_keeps_random_ones():
-    def masked(p: Any, x: torch.Tensor) -> torch.Tensor:
+    def add_masked(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.where(torch.ones(5, 5, dtype=torch.bool).tril()[2], x @ p["w"], 0.0)
 
-    def drawn(p: Any, x: torch.Tensor) -> torch.Tensor:
+    def add_dropout(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.dropout(x @ p["w"], 0.5)
 
     def noisy(p: Any, x: torch.Tensor) -> torch.Tensor:
         return x + torch.bernoulli(torch.full((5,), 0.5, dtype=x.dtype)) * (x @ p["w"])
 
-    parts = split(loops_of("1f1b", 0, block=masked))
+    parts = split(loops_of("1f1b", 0, block=add_masked))
     assert not [x for x in held(parts) if x.dtype == torch.bool]
-    for random_block in (drawn, noisy):
+    for random_block in (add_dropout, noisy):
         parts = split(loops_of("1f1b", 0, block=random_block))
         draws = {part.region.kind: sum(is_random(n) for n in part.graph.nodes) for part in parts}
         assert draws == {"F": 2, "W": 0}  # of two blocks

@@ -82,13 +82,13 @@ def plain_loss(params: Any, batch: Any) -> torch.Tensor:
 def loss_for(sequence: bool = False, remat: bool = False, axis: str = "tp") -> Callable[..., torch.Tensor]:
     options = {"axis": axis, "sequence": sequence}
 
-    def normed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def apply_norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return norm(x, tp.enter(scale, axis) if sequence else scale)
 
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        qkv = tp.column(normed(x, p["norm1"]), p["qkv"], p["qkv_bias"], **options)
+        qkv = tp.column(apply_norm(x, p["norm1"]), p["qkv"], p["qkv_bias"], **options)
         x = x + tp.row(attend(qkv), p["out"], p["out_bias"], **options)
-        h = F.gelu(tp.column(normed(x, p["norm2"]), p["up"], p["up_bias"], **options))
+        h = F.gelu(tp.column(apply_norm(x, p["norm2"]), p["up"], p["up_bias"], **options))
         return x + tp.row(h, p["down"], p["down_bias"], **options)
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ def loss_for(sequence: bool = False, remat: bool = False, axis: str = "tp") -> C
         for p in params["blocks"]:
             x = (fzero.remat(block) if remat else block)(p, x)
         head = params["head"] if "head" in params else params["tokens"].mT
-        logits = tp.column(normed(x, params["norm"]), head, **options)
+        logits = tp.column(apply_norm(x, params["norm"]), head, **options)
         return tp.cross_entropy(logits, batch["targets"], axis)
 
     return loss_fn

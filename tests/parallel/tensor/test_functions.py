@@ -97,17 +97,17 @@ def test_join_after_cut_is_the_identity_and_they_are_transposes(n, simulate, dim
     mesh, x, y = fzero.mesh(tp=n, simulate=simulate), normal(6, 6, 6), normal(6, 6, 6, seed=1)
     torch.testing.assert_close(mesh.spmd(lambda x: tp.all_gather(tp.scatter(x, dim=dim), dim=dim))(x), x)
 
-    def pulled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def pull_back_scatter(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.func.vjp(lambda x: tp.scatter(x, dim=dim), x)[1](tp.scatter(y, dim=dim))[0]
 
-    torch.testing.assert_close(mesh.spmd(pulled)(x, y), y)  # all parts of the gradient, joined
+    torch.testing.assert_close(mesh.spmd(pull_back_scatter)(x, y), y)  # all parts of the gradient, joined
 
-    def pulled_back(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def pull_back_gather(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return tp.all_gather(
             torch.func.vjp(lambda x: tp.all_gather(x, dim=dim), tp.scatter(x, dim=dim))[1](y)[0], dim=dim
         )
 
-    torch.testing.assert_close(mesh.spmd(pulled_back)(x, y), y)
+    torch.testing.assert_close(mesh.spmd(pull_back_gather)(x, y), y)
 
 
 def test_without_its_axis_tensor_parallel_functions_are_the_plain_ones():
