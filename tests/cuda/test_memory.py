@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fzero.graph.planning._caching_allocator import simulate_allocator
+from fzero.graph.planning.memory._caching_allocator import simulate_allocator
 from tests.cuda.processes import measure_task, run
 from tests.cuda.steps import LLAMA, MIXTRAL
 

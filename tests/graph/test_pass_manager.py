@@ -23,7 +23,7 @@ from fzero.graph._schedule_options import FITTING
 from fzero.graph.ir import GATHER_INTO, check_order, copy_graph
 from fzero.graph.passes import schedule
 from fzero.graph.passes.scheduling._schedule import Orders
-from fzero.graph.planning._live_ranges import device_live_bytes, live_bytes, live_ranges, peak_bytes
+from fzero.graph.planning.memory._live_ranges import device_live_bytes, live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import Chain, build_chain, chains, lines
 from tests.helpers import cases, either, examples, mlp_batch, mlp_loss, mlp_params, train_step_for
 

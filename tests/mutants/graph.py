@@ -43,7 +43,8 @@ SUBGRAPHS = ("tests/graph/planning/test_subgraphs.py",)
 ANY_LENGTH = ("tests/graph/test_any_length.py",)
 CASTS = ("tests/graph/trace/test_casts.py",)
 WRITES = ("tests/graph/trace/test_in_place.py",)
-WORKSPACE = ("tests/graph/planning/test_workspace.py",)
+WORKSPACE = ("tests/graph/planning/memory/test_workspaces.py",)
+ALLOCATOR = ("tests/graph/planning/memory/test_caching_allocator.py",)
 
 BUCKETS = ("tests/graph/passes/test_collectives.py",)
 OVERWRITE = ("tests/graph/passes/test_overwrite.py",)
@@ -87,7 +88,7 @@ MUTANTS = [
             becomes("A | B | C", "A | C"),
         ),
     ),
-    *File("graph/planning/_live_ranges.py", WORKSPACE).faults(
+    *File("graph/planning/memory/_live_ranges.py", WORKSPACE).faults(
         Fault("operands of other iterations take no memory", "_pending_ranges", never("A(B)", at="2 of 3"), CARRY),
         Fault(
             "what an iteration leaves behind is counted twice",
@@ -110,7 +111,7 @@ MUTANTS = [
         Fault("a kernel's workspace is not in the peak", "_unlabeled_ranges", returns("ranges"), OVERWRITE),
         Fault("a loop's iterations take no memory", "_extra_ranges", becomes("A(loop)", "0"), LOOP_PLANS),
     ),
-    *File("graph/planning/_storage_kinds.py", WORKSPACE).faults(
+    *File("graph/planning/memory/_storage_kinds.py", WORKSPACE).faults(
         Fault(
             "sums of gradients are listed as activations",
             "_find_kind",
@@ -118,7 +119,7 @@ MUTANTS = [
             LOOP_PLANS,
         ),
     ),
-    *File("graph/planning/_workspaces.py", WORKSPACE).faults(
+    *File("graph/planning/memory/_workspaces.py", WORKSPACE).faults(
         Fault(
             "the workspace of a reduction's cast is not counted",
             "_cast_bytes",
@@ -306,7 +307,7 @@ MUTANTS = [
     *File("graph/planning/_plan.py", ("tests/graph/test_plan.py",)).faults(
         Fault("every operation takes a workspace", "_workspace_bytes", dropped("A in _PRODUCTS")),
     ),
-    *File("graph/planning/_caching_allocator.py", ("tests/graph/planning/test_caching_allocator.py",)).faults(
+    *File("graph/planning/memory/_caching_allocator.py", ALLOCATOR).faults(
         Fault("free blocks beside each other stay apart", "_Pool.release", never("A is not None and A.free")),
         Fault("what is left of a large block is always given back", "_Pool.allocate", becomes("A > _MB", "A >= 512")),
         Fault(

@@ -232,7 +232,7 @@ MUTANTS = [
     *File("graph/_entry.py", SPACES).faults(
         Fault("host arguments count in the device's memory", "_space_label", never("A.dim() or B.space == 'host'")),
     ),
-    *File("graph/planning/_live_ranges.py", SPACES).faults(
+    *File("graph/planning/memory/_live_ranges.py", SPACES).faults(
         Fault("results on the host count in the device's memory", "_unlabeled_ranges", never("A in B.C")),
     ),
     *File("graph/planning/_plan.py", SPACES).faults(

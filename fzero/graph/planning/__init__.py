@@ -8,23 +8,13 @@ from fzero.graph.planning._between_subgraphs import (
     views_to,
     written_argument,
 )
-from fzero.graph.planning._caching_allocator import AllocatorPeaks
 from fzero.graph.planning._clocks import LIMITS, Interval, estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._collective_seconds import transfer_seconds
 from fzero.graph.planning._cost import product_seconds
 from fzero.graph.planning._fused_values import is_pointwise_kernel, is_tensor_reduction
 from fzero.graph.planning._hardware import HARDWARE, Hardware
-from fzero.graph.planning._live_ranges import (
-    device_live_bytes,
-    iteration_peak_bytes,
-    live_bytes,
-    live_ranges,
-    peak_bytes,
-    record_peak,
-)
 from fzero.graph.planning._phases import find_phases
 from fzero.graph.planning._plan import Plan, PlanSettings, RejectedSchedule, make_plan
-from fzero.graph.planning._storage_kinds import KINDS
 from fzero.graph.planning._subgraphs import (
     argument_parts,
     find_scalars,
@@ -34,6 +24,16 @@ from fzero.graph.planning._subgraphs import (
     split_into_subgraphs,
 )
 from fzero.graph.planning._views import phase_spans, short_path
+from fzero.graph.planning.memory import (
+    KINDS,
+    AllocatorPeaks,
+    device_live_bytes,
+    iteration_peak_bytes,
+    live_bytes,
+    live_ranges,
+    peak_bytes,
+    record_peak,
+)
 
 __all__ = [
     "HARDWARE",

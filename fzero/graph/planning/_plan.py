@@ -28,13 +28,20 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loop import Loop, SentMessage, node_loop, sent_messages
 from fzero.graph.planning import _views
-from fzero.graph.planning._caching_allocator import AllocatorPeaks, simulate_allocator
 from fzero.graph.planning._clocks import estimate_seconds, seconds_by_bound, timeline
 from fzero.graph.planning._collective_units import infer_units
 from fzero.graph.planning._hardware import Hardware
-from fzero.graph.planning._live_ranges import ITERATION, Range, iteration_ranges, live_bytes, live_ranges
 from fzero.graph.planning._phases import find_phases
-from fzero.graph.planning._storage_kinds import KINDS
+from fzero.graph.planning.memory import (
+    ITERATION,
+    KINDS,
+    AllocatorPeaks,
+    Range,
+    iteration_ranges,
+    live_bytes,
+    live_ranges,
+    simulate_allocator,
+)
 
 __all__ = ["Plan", "PlanSettings", "RejectedSchedule", "make_plan"]
 

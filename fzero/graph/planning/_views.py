@@ -12,7 +12,7 @@ from fzero._format import format_bytes
 from fzero._report import new_figure
 from fzero.graph.ir import METRIC
 from fzero.graph.planning._phases import PHASES
-from fzero.graph.planning._storage_kinds import KINDS
+from fzero.graph.planning.memory import KINDS
 
 if TYPE_CHECKING:
     from fzero.graph.planning._plan import Plan

@@ -17,7 +17,7 @@ from fzero.graph.ir import copy_graph, graph_results, is_carried, is_collective,
 from fzero.graph.loop._loop import Loop, node_loop
 from fzero.graph.passes import _carry
 from fzero.graph.planning import _clocks, _hardware
-from fzero.graph.planning._live_ranges import (
+from fzero.graph.planning.memory._live_ranges import (
     iteration_peak_bytes,
     iteration_ranges,
     live_bytes,

@@ -10,8 +10,8 @@ import fzero
 from fzero.graph.ir import aten, write_part
 from fzero.graph.ir._ops import op_name
 from fzero.graph.passes import cat_into, schedule
-from fzero.graph.planning._live_ranges import peak_bytes
 from fzero.graph.planning._subgraphs import split_into_subgraphs
+from fzero.graph.planning.memory._live_ranges import peak_bytes
 from fzero.nn import linear_cross_entropy
 from tests.graph import graphs
 from tests.helpers import examples

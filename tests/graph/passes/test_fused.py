@@ -12,7 +12,7 @@ from fzero import optim
 from fzero.graph.ir import FUSED, aten
 from fzero.graph.passes import mark_fused
 from fzero.graph.planning._fused_values import unstored_values
-from fzero.graph.planning._live_ranges import live_ranges
+from fzero.graph.planning.memory._live_ranges import live_ranges
 from fzero.transforms import step
 from tests.graph.graphs import Builder
 from tests.memory import peak_bytes

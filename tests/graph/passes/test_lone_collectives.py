@@ -9,7 +9,7 @@ import fzero
 from fzero.graph.ir import aten, is_collective
 from fzero.graph.ir._storages import storages
 from fzero.graph.passes import drop_lone_collectives
-from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
+from fzero.graph.planning.memory._live_ranges import live_ranges, peak_bytes
 from fzero.parallel.experts import split_rule
 from tests.graph.graphs import Builder, bits, run
 from tests.helpers import ALL_STAGES, cases, train_step_for

@@ -14,7 +14,7 @@ from fzero.graph.ir._collective_sizes import collective_kind, full_bytes, moved_
 from fzero.graph.ir._ops import is_view
 from fzero.graph.ir._storages import storages
 from fzero.graph.passes import donate, gather_into, in_place, schedule
-from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
+from fzero.graph.planning.memory._live_ranges import live_ranges, peak_bytes
 from tests.graph import graphs
 from tests.graph.graphs import lines, run, samples
 from tests.helpers import examples

@@ -19,7 +19,7 @@ from fzero.graph._pass_manager import PassContext
 from fzero.graph.ir import LATE, node_stand_ins
 from fzero.graph.passes import recast, schedule
 from fzero.graph.passes.scheduling._node_roles import node_roles
-from fzero.graph.planning._live_ranges import live_ranges
+from fzero.graph.planning.memory._live_ranges import live_ranges
 from tests.graph.graphs import Builder, aten, bits, run
 from tests.helpers import cases, examples
 

@@ -10,7 +10,7 @@ from fzero import _torch
 from fzero.graph.ir import is_cheap
 from fzero.graph.ir._ops import is_random, op_name
 from fzero.graph.passes import recompute, schedule
-from fzero.graph.planning._live_ranges import peak_bytes
+from fzero.graph.planning.memory._live_ranges import peak_bytes
 from fzero.graph.trace._trace import trace
 from tests.graph.graphs import lines, samples
 from tests.graph.passes.helpers import members

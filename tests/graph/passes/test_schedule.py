@@ -12,7 +12,7 @@ from fzero.graph.ir import is_collective, is_gather, is_reduce_collective, is_wa
 from fzero.graph.ir._collective_sizes import full_bytes
 from fzero.graph.ir._storages import storages
 from fzero.graph.passes import regather, schedule
-from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
+from fzero.graph.planning.memory._live_ranges import live_bytes, live_ranges, peak_bytes
 from tests.graph import graphs
 from tests.graph.graphs import Chain, build_chain, chains
 from tests.graph.passes.helpers import donate_all

@@ -11,8 +11,8 @@ from fzero import optim, tree
 from fzero.graph.ir import COPY, GATHER_INTO, aten, is_input
 from fzero.graph.ir._ops import op_name
 from fzero.graph.passes import donate, gather_into, schedule, slice_of_gather
-from fzero.graph.planning._live_ranges import live_ranges, peak_bytes
 from fzero.graph.planning._subgraphs import _is_own_part, split_into_subgraphs
+from fzero.graph.planning.memory._live_ranges import live_ranges, peak_bytes
 from tests.graph import graphs
 from tests.helpers import LEAST, mlp_batch, mlp_loss, mlp_params, train_step_for
 

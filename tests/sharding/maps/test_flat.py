@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero._torch import stand_ins_like, storage_id
-from fzero.graph.planning._live_ranges import peak_bytes as plan_peak
+from fzero.graph.planning.memory._live_ranges import peak_bytes as plan_peak
 from fzero.graph.run._executable import make_operations_executable
 from fzero.graph.trace._trace import trace
 from fzero.sharding.maps._flat import flatten_by_copies, flatten_leaves, view_ranges

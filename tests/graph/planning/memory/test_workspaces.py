@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.graph.ir import COMPILED, nbytes, node_stand_ins
-from fzero.graph.planning._workspaces import workspace_bytes
+from fzero.graph.planning.memory._workspaces import workspace_bytes
 from tests.memory import peak_bytes
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

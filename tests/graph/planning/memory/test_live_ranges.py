@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from fzero.graph.ir import graph_results, is_input, nbytes, node_stand_ins
 from fzero.graph.ir._storages import storages
-from fzero.graph.planning._live_ranges import live_bytes, live_ranges, peak_bytes
+from fzero.graph.planning.memory._live_ranges import live_bytes, live_ranges, peak_bytes
 from tests.graph.graphs import measure, samples
 from tests.graph.passes.helpers import apply_passes, settings_of_passes
 from tests.helpers import examples

@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.graph.planning._caching_allocator import _Pool, simulate_allocator
-from fzero.graph.planning._live_ranges import Range, live_bytes
+from fzero.graph.planning.memory._caching_allocator import _Pool, simulate_allocator
+from fzero.graph.planning.memory._live_ranges import Range, live_bytes
 from tests.helpers import examples
 
 MB = 2**20

@@ -30,8 +30,8 @@ from fzero.graph.ir import (
 )
 from fzero.graph.loop import Loop, node_loop, peak_by_region, region_positions
 from fzero.graph.planning._fused_values import unstored_values
-from fzero.graph.planning._storage_kinds import storage_kinds
-from fzero.graph.planning._workspaces import workspace_bytes
+from fzero.graph.planning.memory._storage_kinds import storage_kinds
+from fzero.graph.planning.memory._workspaces import workspace_bytes
 
 __all__ = [
     "ITERATION",
