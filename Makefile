@@ -103,6 +103,7 @@ format: $(VENV)/dev.stamp ## format the code and the pages, write their lists, a
 	$(BIN)/ruff format
 	$(BIN)/python -m tests.docs.lists
 	$(BIN)/python -m tests.docs.sentences
+	$(BIN)/python benchmarks/bytes_per_rank.py --write
 
 clean: ## remove .venv, caches and outputs
 	rm -rf $(VENV) .hypothesis .pytest_cache .ruff_cache build dist site *.png examples/*.png

@@ -8,6 +8,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from tests.docs.pages import GUIDES, TUTORIAL
 from tests.sources import ROOT
 
 # what the pages list: names, and modules of which they show all public names
@@ -79,3 +80,21 @@ def without_boundary(names: Mapping[str, Any]) -> list[str]:
         and not hasattr(value, "__wrapped__")
         and name.rpartition(".")[0].removeprefix("fzero.") not in WITHOUT_BOUNDARY
     ]
+
+
+def without_guide(names: Mapping[str, Any]) -> list[str]:
+    """List the functions whose names no guide, no page of the tutorial and not the README has."""
+    guides = "\n".join([page.read_text() for page in [*TUTORIAL, *GUIDES, ROOT / "README.md"]])
+    words = set(re.findall(r"\w+", guides))
+    return [name for name, value in names.items() if inspect.isfunction(value) and name.rpartition(".")[2] not in words]
+
+
+def missing_parts(names: Mapping[str, Any]) -> list[str]:
+    """Return a line for each public name that lacks something: all at once, so that one run of the tests says it."""
+    parts = {
+        "begin the docstring with a sentence": undocumented(names),
+        "add an example that runs to the docstring": without_example(names),
+        "add @api_boundary or @torch_hints": without_boundary(names),
+        "say in a guide of docs/ what it is for": without_guide(names),
+    }
+    return [f"{name}: {remedy}" for remedy, missing in parts.items() for name in missing]

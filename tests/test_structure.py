@@ -13,7 +13,7 @@ import fzero
 from tests.cuda.faults import FAULTS
 from tests.mutants import MUTANTS
 from tests.mutants.places import Place, symbols, tree_of
-from tests.public_names import OF_FZERO, on_pages, public_names, undocumented, without_boundary, without_example
+from tests.public_names import OF_FZERO, missing_parts, on_pages, public_names
 from tests.sources import imports_of, nodes_of, python_files, text_of
 
 ROOT = pathlib.Path(fzero.__file__).parent
@@ -386,9 +386,7 @@ def test_readers_are_shown_public_names():
 def test_public_names_are_documented():
     """Those of the plugs, which need other libraries, have such tests in `tests/plugs`."""
     names = public_names(OF_FZERO)
-    assert not undocumented(names), "begin the docstring with a sentence"
-    assert not without_example(names), "add an example that runs"
-    assert not without_boundary(names), "add @api_boundary or @torch_hints"
+    assert not missing_parts(names), "\n".join(missing_parts(names))
 
 
 def test_a_file_is_one_idea():

@@ -244,18 +244,6 @@ def exists(name: str) -> bool:
         return False
 
 
-def test_every_public_function_is_in_a_guide():
-    guides = "\n".join([page.read_text() for page in [*TUTORIAL, *GUIDES, ROOT / "README.md"]])
-    names = {name.rpartition(".")[2] for name in list_described() if is_function(name)}
-    missing = [name for name in names if not re.search(rf"\b{name}\b", guides)]
-    assert not missing, f"a guide that says what {missing} are for"
-
-
-def is_function(name: str) -> bool:
-    module, _, last = name.rpartition(".")
-    return inspect.isfunction(getattr(importlib.import_module(module), last))
-
-
 def test_the_picture_of_the_packages_has_every_package_and_no_circle():
     spec = importlib.util.spec_from_file_location("diagrams", DOCS / "_diagrams.py")
     diagrams = importlib.util.module_from_spec(spec)

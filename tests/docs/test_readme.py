@@ -29,7 +29,7 @@ def test_the_readmes_table_has_the_measured_bytes():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     (table,) = re.findall(r"<!-- bytes_per_rank -->\n(.*?)\n<!-- /bytes_per_rank -->", README, re.DOTALL)
-    assert table == module.table(8), "`python benchmarks/bytes_per_rank.py --write` writes it"
+    assert table == module.table(8), "`make format` writes it"
 
 
 def test_links_of_the_readme_lead_to_files():
