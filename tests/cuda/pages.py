@@ -2,8 +2,8 @@
 
 python -m tests.cuda.devices tests/cuda/pages.py docs/jit.md
 
-A kernel of `make cuda` computes nothing, so assertions, comparisons and printed numbers are left out. What is left is
-where values lie: a page's code runs unchanged on a GPU if none of its statements meets a value on the CPU.
+A kernel of `make cuda` computes nothing, so no numbers are compared. What is left is where values lie: a page runs
+unchanged on a GPU if none of its statements, comparisons among them, meets a value on the CPU.
 """
 
 import ast
@@ -16,33 +16,57 @@ import sys
 import tempfile
 import traceback
 
+import fzero
 from tests.docs.pages import blocks
 
-COMPARISONS = ("assert_close", "assert_trees_close", "assert_equivalent", "assert_optimizer")
+LAWS = ("assert_equivalent", "assert_optimizer")  # which compare numbers of their own
+COMPARISONS = ("torch.allclose", "torch.equal", "torch.testing.assert_close", "assert_trees_close")
 
 
-def is_comparison(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return isinstance(node, ast.Assert)
-    return ast.unparse(node.value.func).endswith(COMPARISONS)
+class ComparisonsOfPlaces(ast.NodeTransformer):
+    """Comparisons of tensors become those of where they lie; laws and other assertions are left out."""
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if ast.unparse(node.func) in COMPARISONS:
+            node.func = ast.Name("compare_places", ast.Load())
+        return super().generic_visit(node)
 
-class WithoutComparisons(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         node = super().generic_visit(node)
         if isinstance(getattr(node, "body", None), list):
-            node.body = [x for x in node.body if not is_comparison(x)] or [ast.Pass()]  # pyright: ignore
+            node.body = [x for x in node.body if not is_left_out(x)] or [ast.Pass()]  # pyright: ignore
         return node
+
+
+def is_left_out(node: ast.stmt) -> bool:
+    """Return whether a statement is a law, or an assertion without a comparison of tensors."""
+    if isinstance(node, ast.Assert):
+        return "compare_places" not in ast.unparse(node)
+    return (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(LAWS)
+    )
+
+
+def compare_places(actual: object, expected: object, *_: object, **__: object) -> bool:
+    """Compare where two trees of tensors lie, in place of their numbers.
+
+    Raises:
+        RuntimeError: if two tensors lie on different devices, with torch's words.
+    """
+    for x, y in zip(fzero.tree.tensors(actual), fzero.tree.tensors(expected), strict=False):
+        if x.device.type != y.device.type:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found {x.device} and {y.device}")
+    return True
 
 
 def run(page: pathlib.Path) -> dict[str, str]:
     """Run a page; return the line where it stops and its error, or nothing."""
-    names: dict[str, object] = {"__name__": "__main__"}
+    names: dict[str, object] = {"__name__": "__main__", "compare_places": compare_places}
     for block in blocks(page):
         if not block.runs or ".receive(" in block.body:  # a message tells its shape, and here it tells nothing
             continue
         body = block.body.replace("fzero.jit(step)", 'fzero.jit(step, backend="fx")')
-        tree = WithoutComparisons().visit(ast.parse("\n" * block.line + body))
+        tree = ComparisonsOfPlaces().visit(ast.parse("\n" * block.line + body))
         for statement in ast.fix_missing_locations(tree).body:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
