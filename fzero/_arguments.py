@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 __all__ = [
-    "check_bools",
     "check_callable",
     "check_choice",
     "check_int",
@@ -53,22 +52,6 @@ def check_int(name: str, value: Any, minimum: int = 1, meaning: str = "", maximu
         return value
     expected = f"an int, at least {minimum:,}" if maximum is None else f"an int from {minimum:,} to {maximum:,}"
     raise ValueError(f"{name}={value!r}: expected {f'{meaning}, ' if meaning else ''}{expected}")
-
-
-def check_bools(**values: Any) -> None:
-    """Check that arguments, given by name, are bools.
-
-    Raises:
-        TypeError: if one is not. The message names the argument.
-
-    Example:
-        >>> check_bools(nesterov="no")
-        Traceback (most recent call last):
-        TypeError: nesterov='no': expected True or False
-    """
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}: expected True or False")
 
 
 def check_callable(name: str, value: Any, expected: str = "a function") -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero._arguments import check_bools
+from fzero._arguments import check_choice
 from fzero._dtypes import at_least_float32
 from fzero.optim._base import Mask, Optimizer, Params, Updates, chain, optimizer_factory
 from fzero.optim._hyperparams import Scalar, check_fraction, check_nonnegative, check_rate, is_zero, rate_at
@@ -39,8 +39,8 @@ def sgd(learning_rate: Scalar | Schedule, momentum: Scalar = 0.0, nesterov: bool
         An optimizer.
 
     Raises:
-        ValueError: if a number is negative, or `nesterov` is true without momentum.
-        TypeError: if `nesterov` is no bool, such as the third number of `torch.optim.SGD`, its dampening.
+        ValueError: if a number is negative, or `nesterov` is true without momentum. Also if `nesterov` is no bool, such
+            as the third number of `torch.optim.SGD`, its dampening.
 
     Example:
         >>> opt = sgd(0.1)
@@ -50,7 +50,7 @@ def sgd(learning_rate: Scalar | Schedule, momentum: Scalar = 0.0, nesterov: bool
     """
     check_rate(learning_rate)
     check_nonnegative(momentum=momentum)
-    check_bools(nesterov=nesterov)
+    check_choice("nesterov", nesterov, (True, False))
     has_momentum = not is_zero(momentum)
     if nesterov and not has_momentum:
         raise ValueError(f"nesterov=True needs momentum > 0, given momentum={momentum!r}")

@@ -9,7 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from fzero import tree
-from fzero._arguments import check_bools, check_choice, check_int, function_name, is_int
+from fzero._arguments import check_choice, check_int, function_name, is_int
 from fzero._notice import trouble_link, warn_once
 from fzero._torch import is_tracing, without_autocast_cache
 from fzero._torch.levels import differentiates_now, is_differentiated
@@ -134,15 +134,14 @@ def value_and_grad(
         Leaves that are one tensor object (tied) get one gradient.
 
     Raises:
-        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, or a batch does not divide by k. Also if
-            the loss depends on no differentiated leaf in any micro-batch; where each rank runs its own Python, that is
-            a notice. In a simulation, if a differentiated plain tensor differs by rank; the message names the argument
-            and the leaf.
+        ValueError: if `reduce`, `micro_batches` or `argnums` is out of range, `has_aux`, `gather` or `autograd` is no
+            bool, or a batch does not divide by k. Also if the loss depends on no differentiated leaf in any
+            micro-batch; where each rank runs its own Python, that is a notice. In a simulation, if a differentiated
+            plain tensor differs by rank; the message names the argument and the leaf.
             Also if a psum over an axis outside the mean would count a gradient once for each rank; the message names
             the line.
         TypeError: if a differentiated leaf is not a floating-point tensor, or `f` does not return a 0-d tensor.
-            If `has_aux`, `gather` or `autograd` is no bool. With `precision`, if a parameter does not have the dtype
-            that the policy keeps it in.
+            With `precision`, if a parameter does not have the dtype that the policy keeps it in.
         RuntimeError: if `f` writes into its parameters in place.
 
     Example:
@@ -156,7 +155,8 @@ def value_and_grad(
         (tensor(9.), tensor(3.))
     """
     _check_function(f, argnums)
-    check_bools(has_aux=has_aux, gather=gather, autograd=autograd)
+    for name, value in (("has_aux", has_aux), ("gather", gather), ("autograd", autograd)):
+        check_choice(name, value, (True, False))
     options = _GradOptions(
         argnums=argnums,
         reduce=reduce,
