@@ -19,7 +19,7 @@ from tests.parallel.context import model as sequences
 from tests.parallel.experts import model as mixture
 from tests.parallel.pipeline import model as pipelines
 from tests.parallel.tensor import model as tensor
-from tests.zero.choices import OFFLOADED, OPTIMIZERS, READ_FULL_LEAVES, UPDATED_ON_HOST, WIDE, WRAPPERS
+from tests.zero.choices import JIT, OFFLOADED, OPTIMIZERS, READ_FULL_LEAVES, UPDATED_ON_HOST, WIDE, WRAPPERS
 
 STEPS = 2
 
@@ -57,19 +57,6 @@ def model_compositions(draw: Any) -> ModelComposition:
         divided = (*divided[1:], "host")  # hosts pass each unit once
     optimizer = draw(st.sampled_from([x for x in OPTIMIZERS if x != "adafactor" or model != "pipeline"]))
     refused = {"offload with delay", *(UPDATED_ON_HOST if optimizer in READ_FULL_LEAVES else ())}
-    jit = draw(
-        st.none()
-        | st.fixed_dictionaries(
-            {"backend": st.just("fx")},
-            optional={
-                "prefetch": st.integers(0, 3),
-                "bucket_bytes": st.sampled_from([0, 300, 10**6]),
-                "recompute": st.booleans(),
-                "max_reuse_bytes": st.sampled_from([0, 10**6]),
-                "loop": st.booleans(),
-            },
-        )
-    )
     return ModelComposition(
         model=model,
         mesh=tuple((name, sizes[name]) for name in names),
@@ -83,7 +70,7 @@ def model_compositions(draw: Any) -> ModelComposition:
         optimizer=optimizer,
         wrapper=draw(st.none() | st.sampled_from([x for x in WRAPPERS if x not in refused])),
         has_masters=draw(st.booleans()),
-        jit=jit,
+        jit=draw(JIT),
         gather=draw(st.booleans()),
     )
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 import fzero
 from fzero import optim, tree
@@ -44,3 +45,15 @@ WRAPPERS: dict[str, Any] = {
     "offload on device": lambda opt: optim.offload(opt, 0.7, update_on="device"),
     "offload with delay": lambda opt: optim.offload(opt, 1.0, delay=1),
 }
+JIT: Any = st.none() | st.fixed_dictionaries(  # options of fzero.jit, or an eager step
+    {"backend": st.just("fx")},
+    optional={
+        "prefetch": st.integers(0, 3),
+        "in_flight": st.integers(0, 2),
+        "bucket_bytes": st.sampled_from([0, 300, 10**6]),
+        "recompute": st.booleans(),
+        "max_reuse_bytes": st.sampled_from([0, 10**6]),
+        "loop": st.booleans(),
+        "donate": st.sampled_from([(0, 1), ()]),
+    },
+)

@@ -15,7 +15,7 @@ import fzero
 from fzero import optim, tree
 from fzero.testing import assert_trees_close
 from tests.helpers import ALL_STAGES, examples
-from tests.zero.choices import F64, OFFLOADED, OPTIMIZERS, READ_FULL_LEAVES, UPDATED_ON_HOST, WIDE, WRAPPERS
+from tests.zero.choices import F64, JIT, OFFLOADED, OPTIMIZERS, READ_FULL_LEAVES, UPDATED_ON_HOST, WIDE, WRAPPERS
 
 STEPS = 3
 
@@ -57,21 +57,6 @@ def compositions(draw: Any) -> Composition:
         "hosts": ((("host", m), ("dp", n)), ("dp", "host"), None),
         "all": ((("host", m), ("dp", n)), ("host", "dp"), None),
     }[kind]
-    jit = draw(
-        st.none()
-        | st.fixed_dictionaries(
-            {"backend": st.just("fx")},
-            optional={
-                "prefetch": st.integers(0, 3),
-                "in_flight": st.integers(0, 2),
-                "bucket_bytes": st.sampled_from([0, 300, 10**6]),
-                "recompute": st.booleans(),
-                "max_reuse_bytes": st.sampled_from([0, 10**6]),
-                "loop": st.booleans(),
-                "donate": st.sampled_from([(0, 1), ()]),
-            },
-        )
-    )
     awkward = draw(st.frozensets(st.sampled_from(["empty", "unused", "scalar", "tied", "nested"])))
     optimizer = draw(st.sampled_from([*OPTIMIZERS]))
     refused = UPDATED_ON_HOST if optimizer in READ_FULL_LEAVES else ()
@@ -94,7 +79,7 @@ def compositions(draw: Any) -> Composition:
         optimizer=optimizer,
         wrapper=wrapper,
         precision=draw(st.sampled_from([None, None, "masters", "shards"])),
-        jit=jit,
+        jit=draw(JIT),
         unit=draw(st.sampled_from([None, None, "one", "leaf"])),
     )
 
