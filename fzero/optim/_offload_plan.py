@@ -15,6 +15,7 @@ from fzero.optim._precision import Precision
 from fzero.sharding import (
     Shard,
     Slot,
+    first_device,
     host_numel,
     intern_parts,
     is_box,
@@ -263,7 +264,7 @@ def plan_offload(params: Tree, ratio: Ratio, precision: Precision | None = None)
     unit_leaves = _unit_leaves(paths, entries, precision)
     spec_ids = [leaf.spec_id for leaf in unit_leaves if leaf is not None and leaf.has_shard]
     return OffloadPlan(
-        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(spec_ids)), ratio), _common_device(entries)
+        structure, tuple(unit_leaves), _host_shares(list(dict.fromkeys(spec_ids)), ratio), first_device(entries)
     )
 
 
@@ -283,12 +284,7 @@ def offload_plan_like(state: Tree, params: Tree, ratio: Ratio) -> OffloadPlan:
     )
     if not spec_ids:  # the step shards no state
         return plan_offload(params, ratio)
-    return OffloadPlan(structure, (None,) * len(entries), _host_shares(spec_ids, ratio), _common_device(entries))
-
-
-def _common_device(entries: Sequence[Any]) -> torch.device:
-    devices = [x.device for x in entries if isinstance(x, Shard | torch.Tensor)]
-    return devices[0] if devices else torch.device("cpu")
+    return OffloadPlan(structure, (None,) * len(entries), _host_shares(spec_ids, ratio), first_device(entries))
 
 
 def _unit_leaves(paths: Sequence[str], entries: Sequence[Any], precision: Precision | None) -> list[_UnitLeaf | None]:

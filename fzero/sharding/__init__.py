@@ -3,7 +3,17 @@
 from typing import TYPE_CHECKING
 
 from fzero._names import missing_names
-from fzero.sharding._boxes import PerRank, Shard, Slot, is_box, leaf_axes, make_box, mark_donated, unwrap_per_rank
+from fzero.sharding._boxes import (
+    PerRank,
+    Shard,
+    Slot,
+    first_device,
+    is_box,
+    leaf_axes,
+    make_box,
+    mark_donated,
+    unwrap_per_rank,
+)
 from fzero.sharding._full_leaves import gather_full_leaves, own_shard, shard_full_leaves
 from fzero.sharding._layouts import Layouts, layouts
 from fzero.sharding._owners import Matrix, OwnerAssignment, intern_assignment, lookup_assignment
@@ -120,6 +130,7 @@ INTERNAL = [
     "encode_shard",
     "find_item",
     "find_stacked_list",
+    "first_device",
     "flatten_by_copies",
     "flatten_leaves",
     "gather_flat",

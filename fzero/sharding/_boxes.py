@@ -5,7 +5,7 @@ Each other leaf becomes a `Slot`, an empty node with the leaf's index in the uni
 tree visits each shard once, and `tree["generator"]` still works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,17 @@ from fzero.axes import BatchSplit
 from fzero.sharding._spec import Spec, intern, lookup_spec, traced_spec
 from fzero.tree import is_box
 
-__all__ = ["PerRank", "Shard", "Slot", "is_box", "leaf_axes", "make_box", "mark_donated", "unwrap_per_rank"]
+__all__ = [
+    "PerRank",
+    "Shard",
+    "Slot",
+    "first_device",
+    "is_box",
+    "leaf_axes",
+    "make_box",
+    "mark_donated",
+    "unwrap_per_rank",
+]
 
 
 _FOREIGN_NAMES = {  # names of torch's DTensor and of JAX's arrays
@@ -300,6 +310,12 @@ def _shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def _restore_shard(data: Any, spec: Spec) -> Shard:
     return Shard(data, intern(spec))
+
+
+def first_device(entries: Iterable[Any]) -> torch.device:
+    """Return the device of the first box or tensor among a tree's entries; the CPU if there is none."""
+    devices = [x.device for x in entries if isinstance(x, Shard | torch.Tensor)]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def make_box(spec_id: int, pieces: Sequence[Any]) -> Shard:

@@ -13,7 +13,7 @@ from fzero import tree
 from fzero._torch import assume_constant_result, tensor_on
 from fzero.axes import axis_index
 from fzero.random import key_words, words_at
-from fzero.sharding._boxes import Shard, is_box
+from fzero.sharding._boxes import first_device, is_box
 from fzero.sharding._spec import lookup_spec, traced_spec
 from fzero.sharding._stacked_items import find_item, find_stacked_list
 from fzero.sharding.elements._by_leaf import spread_leaf_values, unit_positions
@@ -32,9 +32,8 @@ def key_beside(key: torch.Tensor, params: Tree) -> torch.Tensor:
 
     A key on the host would be copied for each leaf and unit, and the host would wait for the device each time.
     """
-    entries = tree.flatten(params, is_box)[0]
-    devices = [x.device for x in entries if isinstance(x, Shard | torch.Tensor) and x.device.type != "meta"]
-    return key.to(devices[0], copy=True) if devices else key.clone()
+    device = first_device(tree.flatten(params, is_box)[0])
+    return key.clone() if device.type == "meta" else key.to(device, copy=True)
 
 
 def leaf_bits(key: torch.Tensor, path: str, leaf: torch.Tensor) -> torch.Tensor:
